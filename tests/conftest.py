@@ -1,0 +1,19 @@
+import pytest
+
+import tiny_llm  # noqa: F401  (before any test imports mlx: it preloads the BLAS)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf():
+    """The default model's file; fetched if it is not cached yet."""
+    from tiny_llm import default_model
+    from tiny_llm.errors import LoadError
+
+    try:
+        return default_model.path()
+    except LoadError as error:
+        pytest.skip(
+            f"the default model is not here and cannot be fetched ({error}); get it "
+            "once with `tiny-llm generate` on a machine with a network, or set "
+            f"{default_model.PATH_VARIABLE}"
+        )

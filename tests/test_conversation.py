@@ -1,0 +1,81 @@
+import pytest
+from oracle import DATA
+
+import tiny_llm
+from tiny_llm.conversation import Conversation
+from tiny_llm.errors import PromptError
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return tiny_llm.load(DATA / "llama_llama3rope_bias")
+
+
+def fresh(loaded, messages, n):
+    """The answer of a run without any reuse."""
+    return tiny_llm.generate(*loaded, messages, max_new_tokens=n)
+
+
+@pytest.mark.parametrize("stop_early", [False, True])
+def test_answers_equal_fresh_runs_over_the_whole_conversation(loaded, stop_early):
+    chat = Conversation(*loaded, system="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}]
+    for turn, question in enumerate(["Hello there", "What now?", "And then?"]):
+        messages.append({"role": "user", "content": question})
+        stream = chat.ask(question, max_new_tokens=12)
+        pieces = []
+        for piece in stream:
+            pieces.append(piece)
+            if stop_early and len(pieces) == 3:
+                stream.close()
+        expected = fresh(loaded, messages, 12)
+        tokens = stream.result.token_ids
+        assert tokens == expected.token_ids[: len(tokens)]
+        if not stop_early:
+            assert tokens == expected.token_ids
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+        assert (chat.reused > 0) == (turn > 0)
+    assert chat.messages == messages[:-1]
+
+
+def test_a_later_turn_computes_only_what_is_new(loaded):
+    chat = Conversation(*loaded)
+    first = chat.ask("Hello there, this is a long question", max_new_tokens=4)
+    list(first)
+    second = chat.ask("Hm", max_new_tokens=1)
+    whole = loaded.tokenizer.encode_chat(chat.messages)
+    assert chat.reused >= first.result.prompt_tokens
+    assert second.result.prompt_tokens == len(whole) - chat.reused
+
+
+def test_reset_forgets_all_but_the_system_message(loaded):
+    chat = Conversation(*loaded, system="Be brief.")
+    before = list(chat.ask("Hello", max_new_tokens=8))
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "Be brief."}]
+    assert list(chat.ask("Hello", max_new_tokens=8)) == before
+    assert chat.reused == 0
+
+
+def test_a_question_that_does_not_fit_leaves_the_conversation_as_it_was(loaded):
+    chat = Conversation(*loaded)
+    list(chat.ask("Hello", max_new_tokens=8))
+    with pytest.raises(PromptError, match="context is 512"):
+        chat.ask("x" * 9000)
+    answer = list(chat.ask("Hi again", max_new_tokens=8))
+    assert [m["role"] for m in chat.messages] == ["user", "assistant", "user"]
+    expected = fresh(loaded, chat.messages, 8)
+    assert "".join(answer) == expected.text
+
+
+def test_an_interrupt_between_two_layers_is_repaired(loaded):
+    chat = Conversation(*loaded)
+    stream = chat.ask("Hello", max_new_tokens=30)
+    next(stream)
+    # as if Ctrl-C had come when only the first layer had the next token
+    chat._cache[0].offset += 1
+    chat.ask("Next", max_new_tokens=5)
+    offsets = {entry.offset for entry in chat._cache}
+    assert len(offsets) == 1
+    answer = "".join(chat._open)
+    assert answer == fresh(loaded, chat.messages, 5).text

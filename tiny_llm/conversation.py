@@ -1,0 +1,113 @@
+"""A chat of several turns over one cache: each turn pays only for what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import PromptError
+from .generation import Sampler
+from .models import Decoder
+from .progress import Progress
+from .text import TextStream, stream_text
+from .tokenizer import Tokenizer
+
+
+class Conversation:
+    """Messages so far, and a cache that holds their beginning.
+
+    Each turn renders the whole conversation, keeps the cache as far as the token ids
+    agree, rewinds the rest (templates may change earlier turns) and computes what is
+    new. The answers are those of a fresh run over the whole conversation.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """system: the first message, of role "system"."""
+        self.model, self.tokenizer = model, tokenizer
+        self.template_options = dict(template_options or {})
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns but the system message."""
+        self.messages: list[dict[str, str]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+        self._cache = self.model.create_kv_cache()
+        self._cached: list[int] = []
+        self._open: TextStream | None = None
+        self._prompt: list[int] = []
+        self.reused = 0
+
+    def ask(
+        self,
+        text: str,
+        *,
+        max_new_tokens: int = 1024,
+        sampler: Sampler | None = None,
+        prefill_chunk: int = 2048,
+        progress: Progress | None = None,
+    ) -> TextStream:
+        """Add a user message and stream the answer.
+
+        The answer becomes part of the conversation when the next turn begins, as far
+        as it was streamed: it may be stopped by `close()` or by an exception.
+        `reused` tells how many prompt tokens were already cached. Raises as stream_text
+        does; then the conversation is as it was.
+        """
+        self._finish_turn()
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self.tokenizer.encode_chat(messages, **self.template_options)
+        keep = _common(ids, self._cached)
+        keep = min(keep, len(ids) - 1)  # the last token's logits are needed
+        if len(ids) > self.model.config.context_length:
+            raise PromptError(
+                f"the conversation has {len(ids)} tokens, but the model's context is "
+                f"{self.model.config.context_length}; start a new one"
+            )
+        self._rewind(keep)
+        stream = stream_text(
+            self.model,
+            self.tokenizer,
+            ids[keep:],
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            cache=self._cache,
+            prefill_chunk=prefill_chunk,
+            progress=progress,
+        )
+        self.messages, self.reused = messages, keep
+        self._prompt, self._open = ids, stream
+        return stream
+
+    def _finish_turn(self) -> None:
+        """Take the last answer into the messages and the record of the cache."""
+        if self._open is None:
+            return
+        self._open.close()
+        result, self._open = self._open.result, None
+        self.messages.append({"role": "assistant", "content": result.text})
+        self._cached = [*self._prompt, *result.token_ids]
+        # An interrupt may have come between two layers; a full context stores one less.
+        stored = min(entry.offset for entry in self._cache)
+        self._rewind(min(stored, len(self._cached)))
+
+    def _rewind(self, length: int) -> None:
+        for entry in self._cache:
+            entry.rewind(entry.offset - length)
+        del self._cached[length:]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the common beginning."""
+    for position, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return position
+    return min(len(a), len(b))

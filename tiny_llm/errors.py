@@ -1,0 +1,55 @@
+"""Every failure that a user can cause, as one small tree.
+
+    TinyLLMError
+      LoadError                 files -> model: names the file or the key
+        ModelNotFoundError      no such model, or it cannot be reached
+        CorruptFileError        a file is not what its name says, or is cut short
+        UnsupportedModelError   an architecture, setting or format we don't implement
+        WeightsError            a weight is missing, unused, or has the wrong shape
+      TokenizerError            no tokenizer, or one we cannot use
+        ChatTemplateError       no chat template, or the template refused the messages
+      ParameterError            an argument's value cannot be used (also a ValueError)
+        PromptError             an empty prompt, or one longer than the context
+
+A message says which thing, what was found, and what would work.
+"""
+
+
+class TinyLLMError(Exception):
+    """The base of every error that tiny_llm raises on purpose."""
+
+
+class LoadError(TinyLLMError):
+    """A model could not be loaded."""
+
+
+class ModelNotFoundError(LoadError):
+    """No model of that name here or on the Hub, or the Hub cannot be reached."""
+
+
+class CorruptFileError(LoadError):
+    """A file is truncated, malformed, or not of the format its name says."""
+
+
+class UnsupportedModelError(LoadError):
+    """The model needs something that tiny_llm does not implement."""
+
+
+class WeightsError(LoadError):
+    """The weights and the architecture do not fit together."""
+
+
+class TokenizerError(TinyLLMError):
+    """There is no tokenizer, or it cannot be used."""
+
+
+class ChatTemplateError(TokenizerError):
+    """There is no chat template, or it refused the messages."""
+
+
+class ParameterError(TinyLLMError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class PromptError(ParameterError):
+    """The prompt is empty or does not fit the context."""

@@ -1,0 +1,160 @@
+"""One request: prefill, then one token a step, the next step begun before it is read.
+
+Everything here works on token ids; text.py adds the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import index
+
+import mlx.core as mx
+
+from .cache import KvCache
+from .errors import ParameterError, PromptError
+from .models import Decoder
+from .progress import Progress
+
+Sampler = Callable[[mx.array], mx.array]
+
+# Room made at once for new tokens; beyond, the cache grows in steps.
+_RESERVE = 1024
+
+
+def stream_generate(
+    model: Decoder,
+    prompt_tokens: Sequence[int] | mx.array,
+    *,
+    max_new_tokens: int = 256,
+    sampler: Sampler | None = None,
+    eos_token_ids: Iterable[int] = (),
+    cache: Sequence[KvCache] | None = None,
+    prefill_chunk: int = 2048,
+    progress: Progress | None = None,
+) -> Iterator[int]:
+    """Generate up to max_new_tokens token ids after prompt_tokens, one by one.
+
+    sampler: log-probabilities [1, V] -> ids [1]; None is argmax. An id of
+    eos_token_ids is yielded, then generation stops; it also stops where the context is
+    full. prefill_chunk: prompt tokens per forward pass; only the last position is
+    projected to logits. progress: called with (prompt tokens done, of how many).
+
+    cache (`model.create_kv_cache()`): continued from where it stands, and extended by
+    the prompt and by every token yielded, also if the caller stops early. (Only a token
+    for which the context has no room is left out.)
+
+    Raises, when called, before any work: PromptError for a prompt that is empty, holds
+    an id outside the vocabulary, or is longer than the context; ParameterError for
+    other arguments that cannot be used.
+    """
+    if isinstance(prompt_tokens, mx.array):
+        prompt_tokens = prompt_tokens.reshape(-1).tolist()  # type: ignore[assignment]
+    prompt = [index(token) for token in prompt_tokens]
+    stop_ids = frozenset(eos_token_ids)
+    config = model.config
+    if not prompt:
+        raise PromptError("the prompt is empty; at least one token is needed")
+    for token in prompt:
+        if not 0 <= token < config.vocab_size:
+            raise PromptError(
+                f"token id {token} is not in the vocabulary of {config.vocab_size}"
+            )
+    if max_new_tokens < 0:
+        raise ParameterError(
+            f"max_new_tokens must not be negative, got {max_new_tokens}"
+        )
+    if prefill_chunk < 1:
+        raise ParameterError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+    stored = cache[0].offset if cache is not None else 0
+    end = stored + len(prompt)
+    if end > config.context_length:
+        held = f" after {stored} tokens in the cache" if stored else ""
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens{held}, but the model's context is "
+            f"{config.context_length} tokens"
+        )
+    # The last token may lie just beyond the context: nothing follows it.
+    limit = min(max_new_tokens, config.context_length - end + 1)
+    keep = cache is not None
+    if cache is None:
+        if limit == 0:
+            return iter(())
+        cache = model.create_kv_cache(reserve=end + min(limit, _RESERVE))
+    return _Run(model, cache, sampler, stop_ids, keep).tokens(
+        prompt, limit, prefill_chunk, progress
+    )
+
+
+class _Run:
+    """One call of stream_generate, its arguments checked."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: Sequence[KvCache],
+        sampler: Sampler | None,
+        stop_ids: frozenset[int],
+        keep: bool,
+    ) -> None:
+        """keep: the caller goes on using the cache."""
+        self.model, self.cache, self.sampler = model, cache, sampler
+        self.stop_ids, self.keep = stop_ids, keep
+
+    def tokens(
+        self, prompt: list[int], limit: int, chunk: int, progress: Progress | None
+    ) -> Iterator[int]:
+        """Yield the new tokens. When one is yielded, the cache holds it already."""
+        token = self._prefill(prompt, limit, chunk, progress)
+        for count in range(1, limit + 1):
+            # Step t + 1 starts from the lazy token of step t, before that is read.
+            ahead = self._step(token) if count < limit else None
+            if ahead is None and self.keep and self._has_room():
+                self._forward(token[:, None], logits=0)
+            value: int = token.item()  # type: ignore[assignment]
+            yield value
+            if ahead is None or value in self.stop_ids:
+                return
+            token = ahead
+
+    def _prefill(
+        self, prompt: list[int], limit: int, chunk: int, progress: Progress | None
+    ) -> mx.array:
+        """Run the prompt; return the first new token, [1], lazily."""
+        logits = None
+        for start in range(0, len(prompt), chunk):
+            part = prompt[start : start + chunk]
+            last = start + len(part) == len(prompt)
+            logits = self._forward(mx.array([part]), logits=1 if last and limit else 0)
+            mx.eval(logits, [entry.state for entry in self.cache])
+            if progress is not None:
+                progress(start + len(part), len(prompt))
+        assert logits is not None
+        return self._sample(logits) if limit else mx.zeros((1,), dtype=mx.int32)
+
+    def _step(self, token: mx.array) -> mx.array:
+        """Append a token [1] and start computing the one after it, [1]."""
+        logits = self._forward(token[:, None], logits=1)
+        try:
+            following = self._sample(logits)
+        except BaseException:  # the caller's sampler failed before `token` was yielded
+            for entry in self.cache:
+                entry.rewind(1)
+            raise
+        mx.async_eval(following)
+        return following
+
+    def _forward(self, ids: mx.array, *, logits: int) -> mx.array:
+        return self.model(
+            ids, offset=self.cache[0].offset, cache=self.cache, logits_to_keep=logits
+        )
+
+    def _sample(self, logits: mx.array) -> mx.array:
+        """logits [1, 1, V] -> id [1]."""
+        logits = logits[:, -1]
+        if self.sampler is None:
+            return mx.argmax(logits, axis=-1)
+        logits = logits.astype(mx.float32)
+        return self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+    def _has_room(self) -> bool:
+        return self.cache[0].offset < self.model.config.context_length

@@ -1,0 +1,224 @@
+"""The decoder that Llama, Mistral and Qwen share: attention, SwiGLU, RMS norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..attention import Attention
+from ..cache import KvCache, NoCache, TinyKvFullCache
+from ..config import ConfigReader
+from ..errors import ParameterError
+from ..kernels import Rotation
+from ..layers import Embedding, Linear, RMSNorm, SwiGLU
+from ..rope import Offset, Rope, make_rope
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What a decoder computes. Sizes in elements, lengths in tokens.
+
+    windows: per layer, how many of the newest keys a query sees (None: all).
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    rope: Rope
+    tied: bool
+    windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence whose cached keys stay right, in tokens.
+
+        Where the rotary frequencies change with the total length (dynamic, longrope),
+        keys cached before the change would be wrong after it.
+        """
+        if self.rope.fixed_until is None:
+            return self.max_positions
+        return min(self.max_positions, self.rope.fixed_until)
+
+
+def read_config(
+    config: ConfigReader,
+    *,
+    windows: tuple[int | None, ...] | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    max_positions: int | None = None,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> DecoderConfig:
+    """The keys that all decoders share; the arguments are the family's own.
+
+    kv_heads, head_dim, max_positions: the family's defaults where the file is silent
+    (None: as many as heads; hidden_size / heads; required). Raises
+    UnsupportedModelError.
+    """
+    hidden = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", most=1 << 16)
+    kv = config.integer("num_key_value_heads", kv_heads or heads)
+    if heads % kv:
+        config.fail("num_key_value_heads", kv, f"needs a divisor of the {heads} heads")
+    if head_dim is None and "head_dim" not in config and hidden % heads:
+        config.fail("num_attention_heads", heads, f"needs a divisor of {hidden}")
+    dim = config.integer("head_dim", head_dim or max(hidden // heads, 1), most=1 << 16)
+    layers = config.integer("num_hidden_layers", most=4096)
+    config.choice("hidden_act", "silu", of=("silu", "swish"))
+    config.choice("pretraining_tp", 1, of=(1,))
+    positions = config.integer("max_position_embeddings", max_positions)
+    read = DecoderConfig(
+        model_type=config.string("model_type"),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=dim,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        max_positions=positions,
+        rope=make_rope(config, dim, positions),
+        tied=config.boolean("tie_word_embeddings", False),
+        windows=windows or (None,) * layers,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+    )
+    config.finish()
+    return read
+
+
+def read_windows(
+    config: ConfigReader, default: Sequence[str], window: int | None
+) -> tuple[int | None, ...]:
+    """`layer_types` (or the family's default for each layer) as windows.
+
+    Raises UnsupportedModelError for a type that is not implemented.
+    """
+    types = config.strings("layer_types") or list(default)
+    if len(types) != len(default):
+        config.fail(
+            "layer_types", types, f"needs one for each of {len(default)} layers"
+        )
+    kinds: dict[str, int | None] = {"full_attention": None}
+    if window is not None:
+        kinds["sliding_attention"] = window
+    for kind in types:
+        if kind not in kinds:
+            names = ", ".join(kinds)
+            config.fail("layer_types", kind, f"implements {names} with these settings")
+    return tuple(kinds[kind] for kind in types)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        c = config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.self_attn = Attention(
+            c.hidden_size,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            rotary_dims=c.rope.dims,
+            window=c.windows[index],
+            qkv_bias=c.qkv_bias,
+            out_bias=c.out_bias,
+            qk_norm=c.qk_norm,
+            norm_eps=c.norm_eps,
+        )
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, c.mlp_bias)
+
+    def __call__(self, x: mx.array, rotation: Rotation, cache: KvCache) -> mx.array:
+        """x: [B, L, E] -> [B, L, E]; appends to the layer's cache."""
+        x = self.self_attn(self.input_layernorm(x), x, rotation, cache)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+
+class Decoder(nn.Module):
+    """Token ids in, logits out."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [Block(config, index) for index in range(config.layers)]
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.tied:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size)
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        offset: Offset = 0,
+        cache: Sequence[KvCache] | None = None,
+        logits_to_keep: int | mx.array | None = None,
+    ) -> mx.array:
+        """Logits [B, L or kept, V] of input_ids [B, L] (int32).
+
+        offset: the absolute position of input_ids[b, 0], one int or one per row; with
+        a cache, the number of tokens it holds. cache: one entry per layer, which is
+        appended to, or None. logits_to_keep: project only the last n positions (0:
+        none), or those of an index array. Raises ParameterError.
+        """
+        if input_ids.ndim != 2:
+            raise ParameterError(
+                f"input_ids must be [batch, tokens], got shape {input_ids.shape}"
+            )
+        caches = [NoCache()] * len(self.layers) if cache is None else cache
+        if len(caches) != len(self.layers):
+            raise ParameterError(
+                f"a cache of {len(caches)} entries for {len(self.layers)} layers: use "
+                f"model.create_kv_cache()"
+            )
+        batch, length = input_ids.shape
+        rotation = self.config.rope.rotation(offset, batch, length)
+        x = self.embed_tokens.look_up(input_ids)
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x = layer(x, rotation, layer_cache)
+        x = self.norm(_keep(x, logits_to_keep))
+        return self.embed_tokens(x) if self.config.tied else self.lm_head(x)
+
+    def create_kv_cache(
+        self, kind: str = "dense", *, reserve: int = 0
+    ) -> list[TinyKvFullCache]:
+        """One cache entry per layer. reserve: tokens to make room for at once.
+
+        Raises ParameterError for an unknown kind.
+        """
+        if kind != "dense":
+            raise ParameterError(f"unknown cache kind {kind!r}; there is 'dense'")
+        return [TinyKvFullCache(reserve) for _ in self.layers]
+
+
+def _keep(x: mx.array, wanted: int | mx.array | None) -> mx.array:
+    """The positions of x [B, L, E] that are to be projected."""
+    if wanted is None:
+        return x
+    if isinstance(wanted, mx.array):
+        return x[:, wanted]
+    if wanted < 0:
+        raise ParameterError(f"logits_to_keep must not be negative, got {wanted}")
+    return x[:, max(x.shape[1] - wanted, 0) :]

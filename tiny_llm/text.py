@@ -1,0 +1,167 @@
+"""Text in, text out: stream_generate between a tokenizer and a detokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .cache import KvCache
+from .errors import PromptError
+from .generation import Sampler, stream_generate
+from .models import Decoder
+from .progress import Progress
+from .tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class Result:
+    """What was generated. The token ids include the closing EOS id, the text does not.
+
+    finish_reason: "stop" (an EOS id came), "length" (max_new_tokens, or the context is
+    full), or "" while the stream is open or if it was closed early. prompt_seconds: to
+    the first token, decode_seconds: from there to the last.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Prompt tokens over the time to the first token."""
+        return self.prompt_tokens / max(self.prompt_seconds, 1e-9)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first over the time they took; 0 if there are none."""
+        return max(len(self.token_ids) - 1, 0) / max(self.decode_seconds, 1e-9)
+
+
+class TextStream(Iterator[str]):
+    """Pieces of text as they come, never half a character; `result` grows with them."""
+
+    def __init__(self, pieces: Iterator[str], result: Result) -> None:
+        self._pieces = pieces
+        self.result = result
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the generation; the cache holds what was yielded."""
+        self._pieces.close()  # type: ignore[attr-defined]
+
+
+def stream_text(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str | Messages | Sequence[int],
+    *,
+    max_new_tokens: int = 256,
+    sampler: Sampler | None = None,
+    cache: Sequence[KvCache] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    prefill_chunk: int = 2048,
+    progress: Progress | None = None,
+) -> TextStream:
+    """Generate text piece by piece; iterate the stream, then look at its `result`.
+
+    prompt: a string (continued as it is, with exactly one BOS if the tokenizer adds
+    one), chat messages ({"role": ..., "content": ...}), which go through the chat
+    template with template_options, or token ids. It ends at the EOS ids of config,
+    generation config and tokenizer, whose text is not shown. The other arguments are
+    those of stream_generate.
+
+    Raises PromptError, ParameterError or ChatTemplateError at once, before any work.
+    """
+    ids = encode_prompt(tokenizer, prompt, template_options)
+    tokens = stream_generate(
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        eos_token_ids=tokenizer.eos_token_ids,
+        cache=cache,
+        prefill_chunk=prefill_chunk,
+        progress=progress,
+    )
+    result = Result(prompt_tokens=len(ids))
+    return TextStream(_pieces(tokens, tokenizer, result), result)
+
+
+def generate(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str | Messages | Sequence[int],
+    *,
+    max_new_tokens: int = 256,
+    sampler: Sampler | None = None,
+    cache: Sequence[KvCache] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    prefill_chunk: int = 2048,
+    progress: Progress | None = None,
+) -> Result:
+    """As stream_text, but the whole Result at once."""
+    stream = stream_text(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        cache=cache,
+        template_options=template_options,
+        prefill_chunk=prefill_chunk,
+        progress=progress,
+    )
+    for _ in stream:
+        pass
+    return stream.result
+
+
+def encode_prompt(
+    tokenizer: Tokenizer,
+    prompt: str | Messages | Sequence[int],
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The token ids of a prompt; see stream_text."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    items = list(prompt)
+    if items and all(isinstance(item, int) for item in items):
+        return [item for item in items if isinstance(item, int)]
+    if not items:
+        raise PromptError("the prompt is empty: no messages and no tokens")
+    return tokenizer.encode_chat(items, **(template_options or {}))  # type: ignore[arg-type]
+
+
+def _pieces(
+    tokens: Iterator[int], tokenizer: Tokenizer, result: Result
+) -> Iterator[str]:
+    detokenizer = tokenizer.detokenizer()
+    start = first = time.perf_counter()
+    for token in tokens:
+        now = time.perf_counter()
+        if not result.token_ids:
+            first = now
+            result.prompt_seconds = now - start
+        result.decode_seconds = now - first
+        result.token_ids.append(token)
+        if token in tokenizer.eos_token_ids:
+            result.finish_reason = "stop"
+            break
+        piece = detokenizer.add(token)
+        result.text += piece
+        if piece:
+            yield piece
+    piece = detokenizer.finish()
+    result.text += piece
+    result.finish_reason = result.finish_reason or "length"
+    if piece:
+        yield piece
