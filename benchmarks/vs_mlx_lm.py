@@ -1,9 +1,9 @@
 """Prefill and decode of one request, tiny_llm against mlx-lm.
 
 Both run float32 SmolLM2-135M in this one process, on the same BLAS, in turn, round
-after round; each as its own generator runs it (mlx-lm: generate_step). A second
-process runs mlx-lm alone on the BLAS that pip gives it (--no-stock leaves that out).
-Printed are medians over the rounds, and ratios.
+after round; each as its own generator runs it (mlx-lm: generate_step). Then both run
+in processes of their own, in turn, mlx-lm on the BLAS that pip gives it (--no-stock
+leaves that out). Printed are medians over the rounds, and ratios.
 
     pip install -e '.[bench]' && python benchmarks/vs_mlx_lm.py
 """
@@ -78,6 +78,9 @@ def mlx_lm(folder: Path) -> Callable[[list[int], int], Iterator[int]]:
     )
 
 
+ENGINES = {"tiny_llm": ours, "mlx-lm": mlx_lm}
+
+
 def prompt_of(length: int) -> list[int]:
     return np.random.default_rng(0).integers(100, 49000, length).tolist()
 
@@ -118,11 +121,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 512, 2000])
     parser.add_argument("--no-stock", action="store_true")
-    parser.add_argument("--stock-only", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.stock_only:
-        engines = {"stock": mlx_lm(Path(args.stock_only))}
-        result = measure(engines, args.lengths, args.new_tokens, args.rounds)["stock"]
+    if args.alone:
+        name, folder = args.alone
+        engine = ENGINES[name](Path(folder))
+        result = measure({name: engine}, args.lengths, args.new_tokens, 1)[name]
         print(json.dumps({n: [s.prefill, s.decode] for n, s in result.items()}))
         return
     with tempfile.TemporaryDirectory() as name:
@@ -130,7 +134,7 @@ def main() -> None:
         export(folder)
         load_before = os.getloadavg()[0]
         result = measure(
-            {"tiny_llm": ours(folder), "mlx-lm": mlx_lm(folder)},
+            {name: make(folder) for name, make in ENGINES.items()},
             args.lengths,
             args.new_tokens,
             args.rounds,
@@ -138,7 +142,7 @@ def main() -> None:
         print_table(result, args)
         print(f"load average before and after: {load_before:.2f}", os.getloadavg()[0])
         if not args.no_stock:
-            print_stock(result["tiny_llm"], folder, args)
+            print_stock(folder, args)
 
 
 def print_table(result: dict[str, dict[int, Speed]], args: argparse.Namespace) -> None:
@@ -161,25 +165,26 @@ def print_table(result: dict[str, dict[int, Speed]], args: argparse.Namespace) -
             print(f"{n:6d}    {what:8s} {a:11.1f} {b:8.1f} {a / b:7.2f}   {same}")
 
 
-def print_stock(mine: dict[int, Speed], folder: Path, args: argparse.Namespace) -> None:
-    """mlx-lm on the BLAS that its wheel brings, in a process of its own."""
+def print_stock(folder: Path, args: argparse.Namespace) -> None:
+    """Each in its own process; mlx-lm on the BLAS that its wheel brings."""
     length = 128
-    command = [sys.executable, __file__, "--stock-only", str(folder)]
-    command += ["--lengths", str(length), "--rounds", "1", "--new-tokens", "16"]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "TINY_LLM_BLAS": "off"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    prefill, decode = json.loads(done.stdout.splitlines()[-1])[str(length)]
-    fast = measure({"tiny_llm": ours(folder)}, [length], 16, args.rounds)["tiny_llm"]
-    print(f"against mlx-lm as pip installs it, prompt of {length}:")
-    print(f"  prefill {fast[length].prefill:.1f} / {prefill:.1f} tokens/s", end="")
-    print(f" = {fast[length].prefill / prefill:.1f}")
-    print(f"  decode  {fast[length].decode:.1f} / {decode:.1f} tokens/s", end="")
-    print(f" = {fast[length].decode / decode:.1f}")
+    runs: dict[str, list[list[float]]] = {name: [] for name in ENGINES}
+    for _ in range(args.rounds):
+        for name, speeds in runs.items():
+            command = [sys.executable, __file__, "--alone", name, str(folder)]
+            command += ["--lengths", str(length), "--new-tokens", str(args.new_tokens)]
+            done = subprocess.run(
+                command,
+                env={**os.environ, "TINY_LLM_BLAS": "off" if name == "mlx-lm" else ""},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            speeds.append(json.loads(done.stdout.splitlines()[-1])[str(length)])
+    print(f"against mlx-lm as pip installs it, prompt of {length}, own processes:")
+    for column, what in enumerate(("prefill", "decode")):
+        a, b = (statistics.median(r[column] for r in runs[name]) for name in ENGINES)
+        print(f"          {what:8s} {a:11.1f} {b:8.1f} {a / b:7.2f}")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
-from tiny_llm import load
-from tiny_llm.conversation import Conversation
+from tiny_llm import Conversation, load
 
 SCRIPT = (
     "My name is Ada and I like steam engines.",

@@ -2,8 +2,8 @@
 
 MLX's CPU exponential is scalar: 12 ns an element. `exp_below` is made of additions,
 multiplications and one shift, which the compiler vectorises: 2 ns. But a fused chain
-costs the CPU backend about 1 us for each of its operations, whatever the size, so below
-_WORTH elements the plain operation is the faster one.
+costs the CPU backend about 1 us for each of its operations, whatever the size, so for
+few elements the plain operation is the faster one.
 """
 
 import functools
@@ -26,7 +26,9 @@ _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the integer in the low bits
 # exp(-60) = 9e-27 is nothing beside the 1 of the largest term; smaller values become
 # denormals, which slow down the product with V.
 _SMALLEST = -60.0
-_WORTH = 2048  # elements
+# From so many elements on our chains are worth it (measured on two cores).
+_WORTH_SOFTMAX = 3500
+_WORTH_SWIGLU = 2048
 
 
 def _horner(x: mx.array, coefficients: tuple[float, ...]) -> mx.array:
@@ -48,9 +50,9 @@ def _join_exponent(shifted: mx.array, mantissa: mx.array) -> mx.array:
     return mantissa + mx.left_shift(shifted, 23)
 
 
-def _vectorises(x: mx.array) -> bool:
-    """Whether our own chains beat MLX's operations on x."""
-    return x.size >= _WORTH and not on_gpu() and x.dtype == mx.float32 and can_fuse()
+def _vectorises(x: mx.array, least: int) -> bool:
+    """Whether our own chains beat MLX's operations on x, given enough elements."""
+    return x.size >= least and not on_gpu() and x.dtype == mx.float32 and can_fuse()
 
 
 def exp_below(x: mx.array, top: mx.array) -> mx.array:
@@ -59,7 +61,7 @@ def exp_below(x: mx.array, top: mx.array) -> mx.array:
     x: [..., S]; top: broadcastable to x. Relative error below 3e-7 + 6e-8 (top - x).
     """
     x = x - top
-    if not _vectorises(x):
+    if not _vectorises(x, _WORTH_SOFTMAX):
         return mx.exp(x)
     # (fusing the subtraction would broadcast inside the loop and spoil it)
     shifted, mantissa = _split_exponent(x)
@@ -73,7 +75,7 @@ def attention_weights(scores: mx.array) -> tuple[mx.array, mx.array | None]:
     total is None where the weights are normalised already. scores: [..., S] float32;
     dividing the product with V by the total is cheaper than dividing the weights.
     """
-    if not _vectorises(scores):
+    if not _vectorises(scores, _WORTH_SOFTMAX):
         return mx.softmax(scores, axis=-1), None
     weights = exp_below(scores, mx.max(scores, axis=-1, keepdims=True))
     return weights, mx.sum(weights, axis=-1, keepdims=True)
@@ -133,4 +135,6 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) * up (Shazeer 2020), element-wise; the shapes are equal."""
-    return _swiglu_rational(gate, up) if _vectorises(gate) else _swiglu(gate, up)
+    if _vectorises(gate, _WORTH_SWIGLU):
+        return _swiglu_rational(gate, up)
+    return _swiglu(gate, up)

@@ -76,7 +76,12 @@ def test_an_eos_id_is_yielded_and_ends_the_stream():
         ([-1], {}, PromptError, "-1 is not in the vocabulary"),
         ([1] * 513, {}, PromptError, "513 tokens.*512"),
         ([1], {"max_new_tokens": -1}, ParameterError, "-1"),
+        ([1], {"max_new_tokens": 1.5}, ParameterError, "max_new_tokens.*1.5"),
+        ([1], {"max_new_tokens": None}, ParameterError, "max_new_tokens.*None"),
         ([1], {"prefill_chunk": 0}, ParameterError, "prefill_chunk"),
+        ([1], {"eos_token_ids": 2}, ParameterError, "eos_token_ids is 2"),
+        ([1.0], {}, PromptError, "1.0, which is no token id"),
+        ("text", {}, PromptError, "'t', which is no token id"),
     ],
 )
 def test_bad_requests_fail_at_the_call_before_any_work(prompt, options, error, words):
@@ -87,6 +92,9 @@ def test_bad_requests_fail_at_the_call_before_any_work(prompt, options, error, w
     assert isinstance(caught.value, TinyLLMError)
     assert isinstance(caught.value, ValueError)
     assert cache[0].offset == 0
+    for wrong in ([], cache[:1]):
+        with pytest.raises(ParameterError, match=f"has {len(wrong)} entries"):
+            stream_generate(m, [1], cache=wrong)
 
 
 def test_a_prompt_that_fits_only_without_the_cache_is_refused():

@@ -119,3 +119,35 @@ def test_windows_of_mixed_layers_follow_the_layer_types(tmp_path):
         9,
         None,
     )
+
+
+def test_replaced_weights_count_in_later_decode_steps():
+    # the decode step is compiled; it must not keep the weights it was compiled with
+    m = tiny_llm.load_model(DATA / "llama_tied")
+    golden = goldens("llama_tied")[1]
+    one = mx.array([golden.ids[:1]])
+    before = m(one)
+    m.layers[1].mlp.down_proj.weight = mx.zeros((64, 96))
+    after = m(one)
+    assert mx.abs(after - before).max() > 0.01
+    assert mx.abs(after - m(mx.array([golden.ids[:2]]))[:, :1]).max() < 1e-4
+    m.embed_tokens.weight = mx.zeros((384, 64))
+    assert mx.abs(m(one)).max() == 0
+
+
+@pytest.mark.parametrize("variant", ["llama_yarn", "qwen3", "mistral_swa"])
+def test_the_metal_paths_compute_the_same(variant, monkeypatch):
+    import sys
+
+    for name in ("attention", "elementwise", "linear", "rotary"):
+        module = sys.modules[f"tiny_llm.kernels.{name}"]
+        monkeypatch.setattr(module, "on_gpu", lambda: True)
+    m = tiny_llm.load_model(DATA / variant)
+    golden = goldens(variant)[2]
+    tokens = tiny_llm.stream_generate(
+        m, golden.ids, max_new_tokens=24, prefill_chunk=16
+    )
+    assert list(tokens) == golden.greedy
+    rows = mx.array([golden.ids[:1], golden.ids[:1]])
+    one = m(rows, offset=[0, 9])
+    assert mx.abs(one[0] - one[1]).max() < 1e-3

@@ -9,6 +9,7 @@ blas.preload()  # before the first import of mlx.core: see blas.py
 
 if TYPE_CHECKING:
     from .cache import TinyKvFullCache
+    from .conversation import Conversation
     from .errors import TinyLLMError
     from .generation import stream_generate
     from .loader import load, load_model, load_tokenizer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Conversation": "conversation",
     "Result": "text",
     "TinyKvFullCache": "cache",
     "TinyLLMError": "errors",
@@ -33,6 +35,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Conversation",
     "Result",
     "TinyKvFullCache",
     "TinyLLMError",

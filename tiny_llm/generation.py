@@ -47,24 +47,18 @@ def stream_generate(
     an id outside the vocabulary, or is longer than the context; ParameterError for
     other arguments that cannot be used.
     """
-    if isinstance(prompt_tokens, mx.array):
-        prompt_tokens = prompt_tokens.reshape(-1).tolist()  # type: ignore[assignment]
-    prompt = [index(token) for token in prompt_tokens]
-    stop_ids = frozenset(eos_token_ids)
     config = model.config
-    if not prompt:
-        raise PromptError("the prompt is empty; at least one token is needed")
-    for token in prompt:
-        if not 0 <= token < config.vocab_size:
-            raise PromptError(
-                f"token id {token} is not in the vocabulary of {config.vocab_size}"
-            )
-    if max_new_tokens < 0:
+    prompt = _checked_prompt(prompt_tokens, config.vocab_size)
+    max_new_tokens = _whole("max_new_tokens", max_new_tokens, least=0)
+    prefill_chunk = _whole("prefill_chunk", prefill_chunk, least=1)
+    if isinstance(eos_token_ids, int):
+        raise ParameterError(f"eos_token_ids is {eos_token_ids}; give a list of ids")
+    stop_ids = frozenset(eos_token_ids)
+    if cache is not None and len(cache) != config.layers:
         raise ParameterError(
-            f"max_new_tokens must not be negative, got {max_new_tokens}"
+            f"the cache has {len(cache)} entries, but the model {config.layers} "
+            f"layers: use model.create_kv_cache()"
         )
-    if prefill_chunk < 1:
-        raise ParameterError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     stored = cache[0].offset if cache is not None else 0
     end = stored + len(prompt)
     if end > config.context_length:
@@ -83,6 +77,40 @@ def stream_generate(
     return _Run(model, cache, sampler, stop_ids, keep).tokens(
         prompt, limit, prefill_chunk, progress
     )
+
+
+def _checked_prompt(tokens: Sequence[int] | mx.array, vocabulary: int) -> list[int]:
+    """The prompt as whole numbers in the vocabulary. Raises PromptError."""
+    if isinstance(tokens, mx.array):
+        tokens = tokens.reshape(-1).tolist()  # type: ignore[assignment]
+    prompt = []
+    for token in tokens:
+        try:
+            prompt.append(index(token))
+        except TypeError:
+            raise PromptError(
+                f"the prompt holds {token!r}, which is no token id"
+            ) from None
+        if not 0 <= prompt[-1] < vocabulary:
+            raise PromptError(
+                f"token id {token} is not in the vocabulary of {vocabulary}"
+            )
+    if not prompt:
+        raise PromptError("the prompt is empty; at least one token is needed")
+    return prompt
+
+
+def _whole(name: str, value: int, *, least: int) -> int:
+    """The value as a whole number of at least `least`. Raises ParameterError."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ParameterError(
+            f"{name} must be a whole number of at least {least}, got {value!r}"
+        )
+    return number
 
 
 class _Run:

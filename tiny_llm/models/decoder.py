@@ -151,9 +151,26 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, c.mlp_bias)
 
+        # The shapes of a decode step recur, so its graph is built once. (The weights
+        # are inputs of the compiled functions: they may be replaced.)
+        self._before_once = mx.compile(self._before, inputs=[self])
+        self._after_once = mx.compile(self._after, inputs=[self])
+
     def __call__(self, x: mx.array, rotation: Rotation, cache: KvCache) -> mx.array:
         """x: [B, L, E] -> [B, L, E]; appends to the layer's cache."""
-        x = self.self_attn(self.input_layernorm(x), x, rotation, cache)
+        if x.shape[1] == 1:
+            q, k, v = self._before_once(x, rotation)
+            return self._after_once(x, self.self_attn.attend(q, k, v, cache))
+        q, k, v = self._before(x, rotation)
+        return self._after(x, self.self_attn.attend(q, k, v, cache))
+
+    def _before(
+        self, x: mx.array, rotation: Rotation
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        return self.self_attn.project(self.input_layernorm(x), rotation)
+
+    def _after(self, x: mx.array, out: mx.array) -> mx.array:
+        x = self.self_attn.merge(out, x)
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
