@@ -1,6 +1,13 @@
+import signal
+
 import pytest
 
 import tiny_llm  # noqa: F401  (before any test imports mlx: it preloads the BLAS)
+
+# A shell that starts pytest in the background has it ignore Ctrl-C, and the programs
+# under test would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
