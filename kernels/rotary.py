@@ -3,7 +3,7 @@
 Dimension 2i and 2i + 1 of a head are one pair (checkpoints in the Hugging Face layout,
 which pairs i with i + D/2, are reordered when they are loaded). A pair is a complex
 number and its rotation one multiplication; on the CPU that is how it is done, with one
-table per forward pass, because mx.fast.rope takes 7 of 48 ms a token there.
+table per forward pass: mx.fast.rope made a token of SmolLM2 5 ms (of 33) slower.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tiny_llm.errors import ChatTemplateError, TokenizerError
+from .errors import ChatTemplateError, TokenizerError
 
 if TYPE_CHECKING:
     import jinja2

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from tiny_llm.errors import CorruptFileError, ModelNotFoundError
-from tiny_llm.hub_progress import progress_bars
+from .errors import CorruptFileError, ModelNotFoundError
+from .hub_progress import progress_bars
 
 NAME = "smollm2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

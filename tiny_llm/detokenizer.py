@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from tiny_llm.errors import TokenizerError
+from .errors import TokenizerError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from tiny_llm.errors import CorruptFileError
+from .errors import CorruptFileError
 
 # What the ends of names of pickled weights are. Reading a pickle can run code.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

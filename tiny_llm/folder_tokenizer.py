@@ -13,10 +13,10 @@ from typing import Any
 
 import tokenizers
 
-from tiny_llm.chat_template import parse_chat_template
-from tiny_llm.errors import CorruptFileError, TokenizerError
-from tiny_llm.files import file_size
-from tiny_llm.json_files import read_json
+from .chat_template import parse_chat_template
+from .errors import CorruptFileError, TokenizerError
+from .files import file_size
+from .json_files import read_json
 
 _SPECIAL_NAMES = tuple(
     f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tiny_llm.errors import CorruptFileError, UnsupportedModelError, WeightsError
-from tiny_llm.gguf_header import GGUFHeader
+from .errors import CorruptFileError, UnsupportedModelError, WeightsError
+from .gguf_header import GGUFHeader
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"

@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from tiny_llm.errors import CorruptFileError, UnsupportedModelError
-from tiny_llm.files import file_size
-from tiny_llm.gguf_config import ROPE_FACTORS, GGUFConfig, Place
-from tiny_llm.gguf_header import TensorInfo, read_header
+from .errors import CorruptFileError, UnsupportedModelError
+from .files import file_size
+from .gguf_config import ROPE_FACTORS, GGUFConfig, Place
+from .gguf_header import TensorInfo, read_header
 
 _Bytes = npt.NDArray[np.uint8]
 GROUP_SIZE = 32  # the block of Q4_0, Q4_1 and Q8_0, and MLX's group

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tiny_llm.errors import CorruptFileError, UnsupportedModelError
+from .errors import CorruptFileError, UnsupportedModelError
 
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32

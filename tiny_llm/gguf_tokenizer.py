@@ -8,8 +8,8 @@ byte-level BPE, and "llama", SentencePiece BPE. Anything else is refused by name
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tiny_llm.errors import TokenizerError
-from tiny_llm.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from .errors import TokenizerError
+from .gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
 
 if TYPE_CHECKING:
     import tokenizers

@@ -16,15 +16,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tiny_llm import default_model
-from tiny_llm.errors import (
+from . import default_model
+from .errors import (
     ModelNotFoundError,
     ParameterError,
     TinyLLMError,
     UnsupportedModelError,
 )
-from tiny_llm.files import PICKLES
-from tiny_llm.hub_progress import progress_bars
+from .files import PICKLES
+from .hub_progress import progress_bars
 
 DEFAULT_MODELS: dict[str, Callable[[], Path]] = {
     default_model.NAME: lambda: default_model.path()

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tiny_llm.errors import CorruptFileError
-from tiny_llm.files import file_size
+from .errors import CorruptFileError
+from .files import file_size
 
 # tokenizer.json files of 35 MB exist; beyond this something else has that name.
 _LARGEST = 256 * 2**20

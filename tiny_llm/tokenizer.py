@@ -16,10 +16,10 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from tiny_llm import folder_tokenizer as files
-from tiny_llm.chat_template import ChatTemplate, Messages, Tools
-from tiny_llm.detokenizer import Detokenizer
-from tiny_llm.errors import TokenizerError
+from . import folder_tokenizer as files
+from .chat_template import ChatTemplate, Messages, Tools
+from .detokenizer import Detokenizer
+from .errors import TokenizerError
 
 
 class Tokenizer:
@@ -99,7 +99,7 @@ class Tokenizer:
 
         Raises TokenizerError naming the key that is missing or cannot be used.
         """
-        from tiny_llm.gguf_tokenizer import build_gguf_tokenizer
+        from .gguf_tokenizer import build_gguf_tokenizer
 
         built = build_gguf_tokenizer(metadata)
         return cls(

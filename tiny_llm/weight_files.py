@@ -9,9 +9,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tiny_llm.errors import CorruptFileError, UnsupportedModelError, WeightsError
-from tiny_llm.files import PICKLES, file_size
-from tiny_llm.json_files import read_json
+from .errors import CorruptFileError, UnsupportedModelError, WeightsError
+from .files import PICKLES, file_size
+from .json_files import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 # What MLX has a type for, as safetensors spells it. It would read FP8 as plain bytes.
