@@ -52,7 +52,8 @@ def _join_exponent(shifted: mx.array, mantissa: mx.array) -> mx.array:
 
 def _vectorises(x: mx.array, least: int) -> bool:
     """Whether our own chains beat MLX's operations on x, given enough elements."""
-    return x.size >= least and not on_gpu() and x.dtype == mx.float32 and can_fuse()
+    # can_fuse first: it also turns mx.compile off where that would fail
+    return can_fuse() and x.size >= least and not on_gpu() and x.dtype == mx.float32
 
 
 def exp_below(x: mx.array, top: mx.array) -> mx.array:
@@ -94,7 +95,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     x: [..., E]; weight: [E], same dtype.
     """
     one_row = x.size == x.shape[-1]
-    if one_row and not on_gpu() and x.dtype == mx.float32 and can_fuse():
+    if can_fuse() and one_row and not on_gpu() and x.dtype == mx.float32:
         squares = mx.sum(x * x, axis=-1, keepdims=True)
         return _normalise(x, weight, squares, 1.0 / x.shape[-1], eps)
     return mx.fast.rms_norm(x, weight, eps)

@@ -172,3 +172,26 @@ def test_prompts_may_be_arrays():
     for prompt in (mx.array(golden.ids), mx.array([golden.ids]), tuple(golden.ids)):
         tokens = stream_generate(model("qwen2"), prompt, max_new_tokens=3)
         assert list(tokens) == golden.greedy[:3]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (lambda p: mx.array([384]), "token id 384.*vocabulary of 384"),
+        (lambda p: mx.array([1 << 40]), "token id 1099511627776"),
+        (lambda p: mx.array([-1]), "token id -1"),
+        (lambda p: mx.argmax(p, axis=-1, keepdims=True), r"\(1, 1\)"),
+        (lambda p: mx.array([1.0]), "float32"),
+        (lambda p: 3, "returned 3"),
+    ],
+)
+def test_a_sampler_that_returns_no_token_is_named(sampler, words):
+    m = model("llama_tied")
+    cache = m.create_kv_cache()
+    stream = stream_generate(m, [1, 2, 3], sampler=sampler, cache=cache)
+    with pytest.raises(ParameterError, match=words):
+        list(stream)
+    assert [entry.offset for entry in cache] == [3, 3]
+    one = stream_generate(m, [1, 2, 3], sampler=sampler, max_new_tokens=1)
+    with pytest.raises(ParameterError, match=words):
+        list(one)

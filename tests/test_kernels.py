@@ -1,9 +1,13 @@
+import os
+import subprocess
 import sys
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracle import DATA
 
+import tiny_llm
 from tiny_llm import kernels
 from tiny_llm.kernels import elementwise
 
@@ -164,3 +168,32 @@ def test_linear_over_packed_weights_equals_the_dequantised(bits):
     x, b, r = mx.random.normal((2, 64)), mx.random.normal((48,)), mx.ones((2, 48))
     out = kernels.linear(x, packed, b, r, kernels.Packed(scales, biases, 32, bits))
     assert mx.abs(out - (x @ dense.T + b + r)).max() < 1e-4
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="Metal needs no compiler"
+)
+@pytest.mark.parametrize("place", ["a file", "missing", "usable"])
+def test_a_temporary_folder_that_cannot_be_used_costs_speed_only(place, tmp_path):
+    if place == "a file":
+        (tmp_path / "mlx").write_text("")
+    folder = tmp_path / "nowhere" if place == "missing" else tmp_path
+    code = (
+        "import tiny_llm\n"
+        f"model = tiny_llm.load_model({str(DATA / 'llama_tied')!r})\n"
+        "ids = list(range(300))\n"
+        "print(list(tiny_llm.stream_generate(model, ids, max_new_tokens=4)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = tiny_llm.stream_generate(
+        tiny_llm.load_model(DATA / "llama_tied"), range(300), max_new_tokens=4
+    )
+    assert done.stdout.strip() == str(list(expected))
+    said = "not fused" in done.stderr
+    assert said == (place != "usable" and kernels.can_fuse())

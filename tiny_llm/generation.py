@@ -135,10 +135,17 @@ class _Run:
         token = self._prefill(prompt, limit, chunk, progress)
         for count in range(1, limit + 1):
             # Step t + 1 starts from the lazy token of step t, before that is read.
+            stored = self.cache[0].offset
             ahead = self._step(token) if count < limit else None
             if ahead is None and self.keep and self._has_room():
                 self._forward(token[:, None], logits=0)
             value: int = token.item()  # type: ignore[assignment]
+            if not 0 <= value < self.model.config.vocab_size:
+                self._forget(self.cache[0].offset - stored)
+                raise ParameterError(
+                    f"the sampler chose the token id {value}, which is not in the "
+                    f"vocabulary of {self.model.config.vocab_size}"
+                )
             yield value
             if ahead is None or value in self.stop_ids:
                 return
@@ -165,13 +172,14 @@ class _Run:
         try:
             following = self._sample(logits)
         except BaseException:  # the caller's sampler failed before `token` was yielded
-            for entry in self.cache:
-                entry.rewind(1)
+            self._forget(1)
             raise
         mx.async_eval(following)
         return following
 
     def _forward(self, ids: mx.array, *, logits: int) -> mx.array:
+        if self.sampler is not None:  # an id of the caller's must not read beyond
+            ids = mx.clip(ids, 0, self.model.config.vocab_size - 1)
         return self.model(
             ids, offset=self.cache[0].offset, cache=self.cache, logits_to_keep=logits
         )
@@ -182,7 +190,22 @@ class _Run:
         if self.sampler is None:
             return mx.argmax(logits, axis=-1)
         logits = logits.astype(mx.float32)
-        return self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        ids = self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        if (
+            not isinstance(ids, mx.array)
+            or ids.shape != (1,)
+            or not mx.issubdtype(ids.dtype, mx.integer)
+        ):
+            found = f"{ids.dtype} {ids.shape}" if isinstance(ids, mx.array) else ids
+            raise ParameterError(
+                f"the sampler returned {found}; an array of one integer per row of its "
+                f"input [1, V] is needed"
+            )
+        return ids
+
+    def _forget(self, n: int) -> None:
+        for entry in self.cache:
+            entry.rewind(n)
 
     def _has_room(self) -> bool:
         return self.cache[0].offset < self.model.config.context_length
