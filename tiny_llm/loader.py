@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from . import blas
+from .cache import TinyKvFullCache
 from .config import ConfigReader
 from .errors import ParameterError, UnsupportedModelError
 from .fuse import Checkpoint, check_quantization, fill
 from .gguf_file import GGUFFile
 from .hub import find_model
 from .json_files import read_json
-from .kernels import on_gpu
+from .kernels import can_fuse, exp_below, on_gpu, swiglu
 from .models import Decoder, build
 from .progress import progress_bar
 from .quantize import bits_of
@@ -169,3 +170,35 @@ class _Files:
             )
         if self.bits is not None:
             quantize_model(model, self.bits, keep_dense=self.dense)
+        if not on_gpu() and can_fuse():
+            _compile_loops(model)
+
+
+def _compile_loops(model: Decoder) -> None:
+    """Run one layer, so that MLX compiles its fused loops now and not in an answer.
+
+    The first time on a machine that takes some seconds (`g++`, half a second a loop);
+    later the loops are found in the temporary folder.
+    """
+    config = model.config
+    tokens = min(128, config.context_length)
+    dtype = model.norm.weight.dtype
+    cache = TinyKvFullCache()
+
+    def layer(offset: int, length: int) -> mx.array:
+        x = mx.zeros((1, length, config.hidden_size), dtype=dtype)
+        rotation = config.rope.rotation(offset, 1, length)
+        return model.layers[0](x, rotation, cache)
+
+    large = mx.zeros((64, 128), dtype=dtype)
+    steps: tuple[Callable[[], mx.array], ...] = (
+        lambda: exp_below(large, large),
+        lambda: swiglu(large, large),
+        lambda: layer(0, tokens - 1),
+        lambda: model.norm(mx.zeros((1, 1, config.hidden_size), dtype=dtype)),
+        lambda: layer(tokens - 1, 1),
+    )
+    with progress_bar("Compiling loops (once on this machine)") as progress:
+        for done, step in enumerate(steps):
+            mx.eval(step())
+            progress(done + 1, len(steps))
