@@ -100,8 +100,9 @@ def test_room_is_made_in_steps_of_256_or_at_once_with_a_reserve():
     reserved = TinyKvFullCache(reserve=1000)
     reserved.update_and_fetch(random(1, 3, 1, 8), random(1, 3, 1, 8))
     assert reserved.nbytes == 1024 * token
-    with pytest.raises(ParameterError, match="-1"):
-        TinyKvFullCache(reserve=-1)
+    for bad in (-1, 1e3):
+        with pytest.raises(ParameterError, match="reserve must be a whole number"):
+            TinyKvFullCache(reserve=bad)
 
 
 def test_appending_a_token_is_in_place():

@@ -274,8 +274,8 @@ def test_wrong_usage_exits_with_2(run, arguments, message):
         (["info", "nowhere"], "no model at 'nowhere'"),
         (["info", TINY, "--revision", "x"], "revision='x' has no meaning"),
         (["generate", "x", "--model", NO_TOKENIZER], "no tokenizer.json"),
-        (["generate", "x", "--temperature", "-1"], "temperature must be 0 or more"),
-        (["generate", "x", "--temperature", "nan"], "temperature must be 0 or more"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be a number"),
+        (["generate", "x", "--temperature", "nan"], "temperature must be a number"),
         (["generate", "x", "--temperature", "1", "--top-k", "-2"], "top_k must be"),
         (["generate", "x", "--temperature", "1", "--top-p", "2"], "top_p must be"),
         (["generate", "x", "--temperature", "1", "--min-p", "2"], "min_p must be"),
@@ -498,6 +498,7 @@ class Terminal:
         import pty
         import termios
 
+        self.unread = ""
         self.end, there = pty.openpty()
         self.process = subprocess.Popen(
             [*PROGRAM, "chat", *arguments],
@@ -528,17 +529,18 @@ class Terminal:
         pytest.fail(f"three Ctrl-C did not lead to {then!r}")
 
     def wait_for(self, text, patience=120, fail=True):
-        shown = ""
-        while text not in shown:
+        """What is shown up to and with `text`; the rest waits for the next call."""
+        while text not in self.unread:
             ready, _, _ = select.select([self.end], [], [], patience)
             if not ready and not fail:
                 return ""
-            assert ready, f"{text!r} did not come, but {shown!r}"
+            assert ready, f"{text!r} did not come, but {self.unread!r}"
             try:
-                shown += os.read(self.end, 4096).decode("utf-8", "replace")
+                self.unread += os.read(self.end, 4096).decode("utf-8", "replace")
             except OSError:  # Linux, when the program has ended
-                pytest.fail(f"ended before {text!r}: {shown!r}")
-        return shown
+                pytest.fail(f"ended before {text!r}: {self.unread!r}")
+        before, _, self.unread = self.unread.partition(text)
+        return before + text
 
     def close(self):
         self.process.kill()

@@ -1,4 +1,5 @@
 import mlx.core as mx
+import numpy as np
 import pytest
 from oracle import VARIANTS, goldens, model, naive_greedy
 
@@ -80,8 +81,17 @@ def test_an_eos_id_is_yielded_and_ends_the_stream():
         ([1], {"max_new_tokens": None}, ParameterError, "max_new_tokens.*None"),
         ([1], {"prefill_chunk": 0}, ParameterError, "prefill_chunk"),
         ([1], {"eos_token_ids": 2}, ParameterError, "eos_token_ids is 2"),
+        ([1], {"eos_token_ids": None}, ParameterError, "eos_token_ids is None"),
+        ([1], {"eos_token_ids": ["</s>"]}, ParameterError, "eos_token_ids is"),
+        ([1], {"eos_token_ids": [2.0]}, ParameterError, "eos_token_ids is"),
+        ([1], {"sampler": 5}, ParameterError, "sampler is 5"),
+        ([1], {"progress": 3}, ParameterError, "progress is 3"),
+        (None, {}, PromptError, "the prompt is None"),
+        (5, {}, PromptError, "the prompt is 5"),
+        (b"abc", {}, PromptError, "the prompt is b'abc'"),
+        (mx.zeros((2, 3), dtype=mx.int32), {}, PromptError, r"shape \(2, 3\)"),
         ([1.0], {}, PromptError, "1.0, which is no token id"),
-        ("text", {}, PromptError, "'t', which is no token id"),
+        ("text", {}, PromptError, "the prompt is 'text'"),
     ],
 )
 def test_bad_requests_fail_at_the_call_before_any_work(prompt, options, error, words):
@@ -92,8 +102,11 @@ def test_bad_requests_fail_at_the_call_before_any_work(prompt, options, error, w
     assert isinstance(caught.value, TinyLLMError)
     assert isinstance(caught.value, ValueError)
     assert cache[0].offset == 0
-    for wrong in ([], cache[:1]):
-        with pytest.raises(ParameterError, match=f"has {len(wrong)} entries"):
+    cache[1].rewind(0)
+    uneven = m.create_kv_cache()
+    m.layers[0](mx.zeros((1, 1, 64)), m.config.rope.rotation(0, 1, 1), uneven[0])
+    for wrong in ([], cache[:1], cache[:1] * 2, 5, [None, None], uneven):
+        with pytest.raises(ParameterError, match=r"use model\.create_kv_cache"):
             stream_generate(m, [1], cache=wrong)
 
 
@@ -169,9 +182,16 @@ def test_progress_is_told_after_each_chunk():
 
 def test_prompts_may_be_arrays():
     golden = goldens("qwen2")[1]
-    for prompt in (mx.array(golden.ids), mx.array([golden.ids]), tuple(golden.ids)):
-        tokens = stream_generate(model("qwen2"), prompt, max_new_tokens=3)
-        assert list(tokens) == golden.greedy[:3]
+    for prompt in (
+        mx.array(golden.ids),
+        mx.array([golden.ids]),
+        np.array(golden.ids),
+        tuple(golden.ids),
+        iter(golden.ids),
+    ):
+        eos = golden.greedy[5]
+        tokens = stream_generate(model("qwen2"), prompt, eos_token_ids=mx.array([eos]))
+        assert list(tokens) == golden.greedy[: golden.greedy.index(eos) + 1]
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,13 @@ def test_a_repository_without_weights_says_so(hub, monkeypatch):
         raise ConnectionError
 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
+    with pytest.raises(
+        ModelNotFoundError, match="is cached here, and the Hub does not"
+    ):
+        find_model("owner/name")
+    monkeypatch.setattr(
+        huggingface_hub, "list_repo_files", lambda *_, **__: ["README.md"]
+    )
     with pytest.raises(ModelNotFoundError, match=r"has no \*\.safetensors"):
         find_model("owner/name")
 

@@ -114,6 +114,21 @@ def test_rope_parameters_are_not_ignored(tmp_path):
         ("llama_tied", {"quantization": {"group_size": 64, "bits": 7}}, "bits=7"),
         ("llama_tied", {"quantization": {"group_size": "32", "bits": 4}}, "'32'"),
         ("llama_tied", {"quantization": 4}, "quantization is 4"),
+        ("llama_tied", {"quantization": {"group_size": 0, "bits": 4}}, "group_size=0"),
+        ("llama_tied", {"quantization": {"group_size": 32, "bits": None}}, "bits=None"),
+        (
+            "llama_tied",
+            {"quantization": {"group_size": 32, "bits": 4, "lm_head": {"bits": 7}}},
+            "lm_head.*bits=7",
+        ),
+        (
+            "llama_tied",
+            {"quantization": {"group_size": 32, "bits": 4, "secret": "mxfp4"}},
+            "secret.*mxfp4",
+        ),
+        ("llama_tied", {"rope_theta": 10**400}, "rope_theta"),
+        ("llama_tied", {"is_causal": False}, "is_causal is False"),
+        ("llama_tied", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             "llama_tied",
             {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
@@ -234,6 +249,12 @@ def test_bad_arguments_are_refused_before_anything_is_sought():
         load("no/such-model", dtype="int8")
     with pytest.raises(ParameterError, match="3bit"):
         load_model("no/such-model", quantize="3bit")
+    for bad in ({"dtype": []}, {"quantize": []}, {"dtype": None}):
+        with pytest.raises(ParameterError, match=next(iter(bad))):
+            load("no/such-model", **bad)
+    for name in (5, None, b"smollm2"):
+        with pytest.raises(ParameterError, match="name or path"):
+            load(name)
 
 
 def mlx_quantised(tmp_path, bits, own=None):
@@ -304,6 +325,20 @@ def test_damaged_quantised_weights_are_named(change, words, tmp_path):
     folder, _ = mlx_quantised(tmp_path, 4)
     edit_weights(folder, change)
     with pytest.raises(WeightsError, match=words):
+        load_model(folder)
+
+
+def test_a_context_of_one_token_loads(tmp_path):
+    folder = copy("llama_tied", tmp_path)
+    edit_config(folder, max_position_embeddings=1)
+    assert len(list(stream_generate(load_model(folder), [1], max_new_tokens=9))) == 1
+
+
+def test_a_module_said_to_be_dense_may_not_have_scales(tmp_path):
+    folder, _ = mlx_quantised(tmp_path, 4)
+    table = {"group_size": 32, "bits": 4, "model.embed_tokens": False}
+    edit_config(folder, quantization=table)
+    with pytest.raises(WeightsError, match=r"model\.embed_tokens has scales, but"):
         load_model(folder)
 
 

@@ -122,7 +122,7 @@ def test_windows_of_mixed_layers_follow_the_layer_types(tmp_path):
 
 
 def test_replaced_weights_count_in_later_decode_steps():
-    # the decode step is compiled; it must not keep the weights it was compiled with
+    # whatever is compiled must not keep the weights it was compiled with
     m = tiny_llm.load_model(DATA / "llama_tied")
     golden = goldens("llama_tied")[1]
     one = mx.array([golden.ids[:1]])
@@ -151,3 +151,43 @@ def test_the_metal_paths_compute_the_same(variant, monkeypatch):
     rows = mx.array([golden.ids[:1], golden.ids[:1]])
     one = m(rows, offset=[0, 9])
     assert mx.abs(one[0] - one[1]).max() < 1e-3
+
+
+@pytest.mark.parametrize("place", ["qkv_proj", "o_proj"])
+def test_an_exception_within_a_step_leaves_the_model_usable(place, monkeypatch):
+    m = tiny_llm.load_model(DATA / "qwen3")
+    golden = goldens("qwen3")[1]
+    layer = type(m.layers[0].self_attn.o_proj)
+    call, calls = layer.__call__, []
+
+    def interrupted(self, *args):
+        if self is getattr(m.layers[1].self_attn, place) and not calls:
+            calls.append(1)
+            raise KeyboardInterrupt
+        return call(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            m(mx.array([[1]]))
+    tokens = tiny_llm.stream_generate(m, golden.ids, max_new_tokens=24)
+    assert list(tokens) == golden.greedy
+
+
+@pytest.mark.parametrize("variant", ["mistral_swa", "qwen2"])
+def test_windows_of_absent_and_null_keys_are_those_of_transformers(variant):
+    from tiny_llm.config import ConfigReader
+    from tiny_llm.models import build
+
+    config = tiny_llm.loader.read_json(DATA / variant / "config.json")
+    config |= {"use_sliding_window": True, "max_window_layers": 0}
+    if variant == "mistral_swa":
+        del config["use_sliding_window"], config["max_window_layers"]
+
+    def window(values):
+        return build(ConfigReader(values, "test")).config.windows[0]
+
+    del config["sliding_window"]
+    assert window(config) == 4096
+    assert window({**config, "sliding_window": None}) is None
+    assert window({**config, "sliding_window": 9}) == 9

@@ -53,6 +53,19 @@ def test_frequencies_and_scale_equal_those_of_transformers(case, layout, name):
         ({"rope_type": "yarn", "factor": 4.0, "mystery": 1}, "mystery=1"),
         ({"rope_type": "longrope", "short_factor": [1.0]}, "short_factor"),
         ({"full_attention": {"rope_theta": 1.0}}, "full_attention"),
+        ({"rope_type": "linear", "factor": 10**400}, "factor"),
+        ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e308}, "beta_fast"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_scaling"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 32,
+                "long_factor": [1.0] * 32,
+                "original_max_position_embeddings": 1,
+            },
+            "rope_scaling",
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(scaling, words):
@@ -102,7 +115,7 @@ def test_part_of_a_head_may_be_rotated(monkeypatch):
     from tiny_llm.kernels import rotary
 
     values = {"rope_theta": 100.0, "partial_rotary_factor": 0.5}
-    made = make_rope(ConfigReader(values, "test"), 16, 64)
+    made = make_rope(ConfigReader(values, "test"), 16, 64, partial=True)
     assert made.dims == 8
     x = mx.random.normal((1, 1, 4, 16))
     out = rotate(x, made.rotation(3, 1, 4))
@@ -143,3 +156,21 @@ def test_a_bad_number_of_offsets_is_refused():
     made = rope({"rope_type": "default"})
     with pytest.raises(ParameterError, match="2 offsets for a batch of 3"):
         made.rotation([1, 2], 3, 1)
+
+
+def test_both_layouts_at_once_must_agree():
+    linear = {"rope_type": "linear", "factor": 4.0}
+    for newer in ({}, None, linear):
+        values = {"rope_scaling": linear, "rope_parameters": newer}
+        made = make_rope(ConfigReader(values, "test"), 16, 64)
+        assert made.frequencies(1)[0] == 0.25
+    values = {"rope_scaling": linear, "rope_parameters": {"rope_theta": 5.0}}
+    with pytest.raises(UnsupportedModelError, match="also finds rope_parameters"):
+        make_rope(ConfigReader(values, "test"), 16, 64)
+
+
+def test_yarn_extends_the_context_whatever_max_position_embeddings_says():
+    config = json.loads((DATA / "llama_yarn" / "config.json").read_text())
+    assert build(ConfigReader(config, "test")).config.context_length == 512
+    config["max_position_embeddings"] = 32
+    assert build(ConfigReader(config, "test")).config.context_length == 128

@@ -89,6 +89,11 @@ def test_top_k_one_with_top_p_leaves_a_token():
     assert ids.tolist() == [1, 0]
 
 
+def test_numpy_integers_are_whole_numbers():
+    sampler = make_sampler(1.0, top_k=np.int64(1), seed=np.int64(5))
+    assert sampler(logprobs([0, 5, 1])).tolist() == [1]
+
+
 @pytest.mark.parametrize("top_k", [0, -1, 3, 100])
 def test_top_k_off_or_beyond_the_vocabulary_keeps_all(top_k):
     kept = filter_logprobs(logprobs([1.0, 2.0, 3.0]), top_k=top_k)
@@ -120,6 +125,8 @@ def test_minus_infinity_is_never_drawn():
         ({"seed": -1}, "seed"),
         ({"seed": 1 << 64}, "seed"),
         ({"seed": True}, "seed"),
+        ({"temperature": "x"}, "temperature"),
+        ({"top_p": None}, "top_p"),
     ],
 )
 def test_values_that_cannot_be_used_are_refused(bad, words):

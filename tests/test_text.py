@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from oracle import DATA
 
@@ -32,6 +33,7 @@ def test_a_prompt_may_be_text_messages_or_token_ids(loaded):
         ("Hello", tokenizer.encode("Hello")),
         (messages, tokenizer.encode_chat(messages)),
         ([1, 362], [1, 362]),
+        (np.array([1, 362]), [1, 362]),
     ]:
         direct = tiny_llm.stream_generate(
             loaded.model,
@@ -90,6 +92,9 @@ def test_a_stream_may_be_closed_early(loaded):
         ("x" * 9000, {}, PromptError),
         ("x", {"max_new_tokens": -1}, ParameterError),
         ([{"role": "user"}], {}, ChatTemplateError),
+        (b"abc", {}, PromptError),
+        (5, {}, PromptError),
+        ([{"role": "user", "content": "x"}], {"template_options": 5}, ParameterError),
     ],
 )
 def test_bad_requests_fail_at_the_call(loaded, prompt, options, error):

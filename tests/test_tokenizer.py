@@ -384,3 +384,14 @@ def test_importing_the_tokenizer_does_not_import_jinja_or_mlx():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_bos_is_not_doubled_without_tokenizer_config(tmp_path):
+    import shutil
+
+    from oracle import DATA
+
+    shutil.copy(DATA / "llama_llama3rope_bias" / "tokenizer.json", tmp_path)
+    bare = Tokenizer.from_folder(tmp_path)
+    assert bare.encode("<|begin_of_text|>hi") == bare.encode("hi")
+    assert bare.encode("hi")[0] == 1

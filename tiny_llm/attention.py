@@ -51,28 +51,21 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim, norm_eps, rotary_dims)
             self.k_norm = RMSNorm(head_dim, norm_eps, rotary_dims)
 
-    def project(
-        self, x: mx.array, rotation: Rotation
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """x: [B, L, E] -> rotated q [B, H, L, D], rotated k and v [B, Hkv, L, D]."""
+    def __call__(
+        self, x: mx.array, residual: mx.array, rotation: Rotation, cache: KvCache
+    ) -> mx.array:
+        """x, residual: [B, L, E] -> residual + attention(x); appends to the cache."""
         batch, length, _ = x.shape
         heads, rotated = self.heads, self.heads + self.kv_heads
         qkv = self.qkv_proj(x).reshape(batch, length, -1, self.head_dim)
         qkv = qkv.swapaxes(1, 2)  # [B, H + 2 Hkv, L, D]
-        v = qkv[:, rotated:]
         if self.qk_norm:
             q = rotate(self.q_norm(qkv[:, :heads]), rotation)
             k = rotate(self.k_norm(qkv[:, heads:rotated]), rotation)
-            return q, k, v
-        qk = rotate(qkv[:, :rotated], rotation)
-        return qk[:, :heads], qk[:, heads:], v
-
-    def attend(self, q: mx.array, k: mx.array, v: mx.array, cache: KvCache) -> mx.array:
-        """Append k and v to the cache, attend with q. Returns [B, H, L, D]."""
-        return cache.attend(q, k, v, scale=self.scale, window=self.window)
-
-    def merge(self, out: mx.array, residual: mx.array) -> mx.array:
-        """out: [B, H, L, D]; residual: [B, L, E] -> residual + the projected heads."""
-        batch, _, length, _ = out.shape
+        else:
+            qk = rotate(qkv[:, :rotated], rotation)
+            q, k = qk[:, :heads], qk[:, heads:]
+        v = qkv[:, rotated:]
+        out = cache.attend(q, k, v, scale=self.scale, window=self.window)
         out = out.swapaxes(1, 2).reshape(batch, length, -1)
         return self.o_proj(out, residual)

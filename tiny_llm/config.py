@@ -15,22 +15,24 @@ T = TypeVar("T", bound="int | float | str")
 # Keys about training, bookkeeping or generation defaults.
 _HARMLESS = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
-    add_cross_attention architectures attention_dropout attn_dropout attn_pdrop
-    auto_map begin_suppress_tokens bos_token_id chunk_size_feed_forward cls_token_id
-    cross_attention_hidden_size decoder_start_token_id do_sample dtype embd_pdrop
-    eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id hidden_dropout hidden_dropout_prob
-    id2label initializer_range is_llama_config keys_to_ignore_at_inference label2id
-    length_penalty max_length min_length model_max_length no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix problem_type pruned_heads
-    quantization quantization_config remove_invalid_values repetition_penalty
-    resid_pdrop return_dict return_dict_in_generate sep_token_id
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder
-    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_free
-    unsloth_version use_bfloat16 use_cache vocab_size_padded
+    _attn_implementation _attn_implementation_autoset _commit_hash
+    _flash_attn_2_enabled _name_or_path add_cross_attention architectures
+    attention_dropout attn_dropout attn_pdrop auto_map begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward cls_token_id cross_attention_hidden_size
+    decoder_start_token_id do_sample dtype embd_pdrop eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id hidden_dropout hidden_dropout_prob id2label
+    initializer_range is_decoder is_llama_config keys_to_ignore_at_inference
+    label2id length_penalty max_length max_sequence_length min_length
+    model_max_length neftune_noise_alpha no_repeat_ngram_size num_beam_groups
+    num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores pad_token_id prefix problem_type pruned_heads quantization
+    quantization_config remove_invalid_values repetition_penalty resid_pdrop
+    return_dict return_dict_in_generate sep_token_id task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
+    torch_dtype torchscript transformers.js_config transformers_version typical_p
+    unk_token_id unsloth_fixed unsloth_free unsloth_version use_bfloat16 use_cache
+    vocab_size_padded
     """.split()
 )
 
@@ -47,6 +49,10 @@ class ConfigReader:
     def __contains__(self, key: str) -> bool:
         """Whether the key is present and not null."""
         return self._values.get(key) is not None
+
+    def has(self, key: str) -> bool:
+        """Whether the key is present, null included."""
+        return key in self._values
 
     def raw(self, key: str) -> Any:
         """The value as it stands (None if absent)."""
@@ -68,7 +74,7 @@ class ConfigReader:
                 raise UnsupportedModelError(f"{self.where}: {key} is missing")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(min(max(value, -(1 << 1000)), 1 << 1000))
         if not isinstance(value, kind) or (
             isinstance(value, bool) and kind is not bool
         ):
@@ -94,8 +100,8 @@ class ConfigReader:
     ) -> float:
         """A finite number greater than `above`; required if no default is given."""
         value = self._typed(key, float, default, default is None, "a number")
-        if not above < value < float("inf"):
-            self.fail(key, value, f"needs a finite number above {above:g} there")
+        if not above < value < 1e30:
+            self.fail(key, value, f"needs a number above {above:g} there, below 1e30")
         return float(value)
 
     def boolean(self, key: str, default: bool = False) -> bool:
@@ -152,5 +158,5 @@ class ConfigReader:
             shown = ", ".join(f"{k}={str(v)[:60]}" for k, v in sorted(left.items()))
             raise UnsupportedModelError(
                 f"{self.where}: tiny_llm does not implement {shown}. If that does not "
-                f"change what this model computes, remove it from the file"
+                f"change what this model computes, take a copy without it"
             )

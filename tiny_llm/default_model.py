@@ -66,7 +66,7 @@ def path(*, progress: bool = True) -> Path:
     """
     if chosen := os.environ.get(PATH_VARIABLE):
         if not Path(chosen).is_file():
-            raise ModelNotFoundError(f"{PATH_VARIABLE}={chosen}: no such file")
+            raise ModelNotFoundError(f"{PATH_VARIABLE}={chosen}: no file is there")
         return Path(chosen)
     say = _say if progress else _say_nothing
     try:

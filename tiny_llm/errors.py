@@ -14,6 +14,8 @@
 A message says which thing, what was found, and what would work.
 """
 
+from operator import index
+
 
 class TinyLLMError(Exception):
     """The base of every error that tiny_llm raises on purpose."""
@@ -53,3 +55,19 @@ class ParameterError(TinyLLMError, ValueError):
 
 class PromptError(ParameterError):
     """The prompt is empty or does not fit the context."""
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """The value as an int of at least `least`; numpy's integers will do.
+
+    Raises ParameterError, naming the argument.
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ParameterError(
+            f"{name} must be a whole number of at least {least}, got {value!r}"
+        )
+    return number

@@ -21,8 +21,7 @@ from .errors import UnsupportedModelError, WeightsError
 from .layers import FusedLinear, Linear, RMSNorm
 from .models import Decoder
 
-_BITS = (2, 3, 4, 5, 6, 8)
-_GROUP_SIZES = (32, 64, 128)
+_PACKINGS = {(size, bits) for size in (32, 64, 128) for bits in (2, 3, 4, 5, 6, 8)}
 
 
 class _Matrix(NamedTuple):
@@ -130,6 +129,10 @@ class Checkpoint:
                 f"`quantization`"
             )
         own = general.get(name)
+        if own is False:
+            raise WeightsError(
+                f"{self.where}: {name} has scales, but `quantization` says it has none"
+            )
         entry = {**general, **own} if isinstance(own, Mapping) else general
         return int(entry["group_size"]), int(entry["bits"])
 
@@ -146,18 +149,21 @@ def check_quantization(entry: Any, where: str) -> None:
         raise UnsupportedModelError(
             f"{where}: quantization is {entry!r}; an object is needed there"
         )
-    own = {name: value for name, value in entry.items() if "." in name}
-    own["quantization"] = entry
-    for name, value in own.items():
-        if isinstance(value, bool):
+    for name, value in {**entry, "quantization": entry}.items():
+        if (
+            value is None
+            or isinstance(value, bool)
+            or name in ("group_size", "bits", "mode")
+        ):
             continue
         merged = {**entry, **value} if isinstance(value, Mapping) else {"mode": value}
-        mode = merged.get("mode", "affine")
-        group_size, bits = merged.get("group_size"), merged.get("bits")
-        if mode != "affine" or group_size not in _GROUP_SIZES or bits not in _BITS:
+        mode, size = merged.get("mode", "affine"), merged.get("group_size")
+        bits = merged.get("bits")
+        whole = isinstance(size, int) and isinstance(bits, int)
+        if mode != "affine" or not whole or (size, bits) not in _PACKINGS:
             raise UnsupportedModelError(
                 f"{where}: quantization of {name} is mode={mode!r}, "
-                f"group_size={group_size!r}, bits={bits!r}; tiny_llm implements affine "
+                f"group_size={size!r}, bits={bits!r}; tiny_llm implements affine "
                 f"groups of 32, 64 or 128 at 2, 3, 4, 5, 6 or 8 bits"
             )
 

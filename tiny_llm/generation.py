@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
+from typing import Any
 
 import mlx.core as mx
 
 from .cache import KvCache
-from .errors import ParameterError, PromptError
+from .errors import ParameterError, PromptError, whole_number
 from .models import Decoder
 from .progress import Progress
 
@@ -49,16 +50,14 @@ def stream_generate(
     """
     config = model.config
     prompt = _checked_prompt(prompt_tokens, config.vocab_size)
-    max_new_tokens = _whole("max_new_tokens", max_new_tokens, least=0)
-    prefill_chunk = _whole("prefill_chunk", prefill_chunk, least=1)
-    if isinstance(eos_token_ids, int):
-        raise ParameterError(f"eos_token_ids is {eos_token_ids}; give a list of ids")
-    stop_ids = frozenset(eos_token_ids)
-    if cache is not None and len(cache) != config.layers:
-        raise ParameterError(
-            f"the cache has {len(cache)} entries, but the model {config.layers} "
-            f"layers: use model.create_kv_cache()"
-        )
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least=0)
+    prefill_chunk = whole_number("prefill_chunk", prefill_chunk, least=1)
+    stop_ids = _checked_ids(eos_token_ids)
+    for name, function in (("sampler", sampler), ("progress", progress)):
+        if function is not None and not callable(function):
+            raise ParameterError(f"{name} is {function!r}; a function is needed")
+    if cache is not None:
+        _check_cache(cache, config.layers)
     stored = cache[0].offset if cache is not None else 0
     end = stored + len(prompt)
     if end > config.context_length:
@@ -81,10 +80,17 @@ def stream_generate(
 
 def _checked_prompt(tokens: Sequence[int] | mx.array, vocabulary: int) -> list[int]:
     """The prompt as whole numbers in the vocabulary. Raises PromptError."""
-    if isinstance(tokens, mx.array):
-        tokens = tokens.reshape(-1).tolist()  # type: ignore[assignment]
-    prompt = []
-    for token in tokens:
+    ids: Any = tokens
+    if hasattr(ids, "tolist"):  # an array, of MLX or numpy
+        if ids.ndim != 1 and ids.shape[:-1] != (1,):
+            raise PromptError(
+                f"the prompt is an array of shape {ids.shape}; one prompt at a time"
+            )
+        ids = ids.reshape(-1).tolist()
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise PromptError(f"the prompt is {ids!r:.60}; token ids are needed")
+    prompt: list[int] = []
+    for token in ids:
         try:
             prompt.append(index(token))
         except TypeError:
@@ -100,17 +106,30 @@ def _checked_prompt(tokens: Sequence[int] | mx.array, vocabulary: int) -> list[i
     return prompt
 
 
-def _whole(name: str, value: int, *, least: int) -> int:
-    """The value as a whole number of at least `least`. Raises ParameterError."""
+def _checked_ids(ids: Iterable[int]) -> frozenset[int]:
+    """End-of-sequence ids as a set. Raises ParameterError."""
     try:
-        number = index(value)
+        values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        return frozenset(index(value) for value in values)
     except TypeError:
-        number = least - 1
-    if number < least:
         raise ParameterError(
-            f"{name} must be a whole number of at least {least}, got {value!r}"
+            f"eos_token_ids is {ids!r}; a list of token ids is needed"
+        ) from None
+
+
+def _check_cache(cache: Sequence[KvCache], layers: int) -> None:
+    """Raise ParameterError for what is no cache of so many layers."""
+    try:
+        entries = list(cache)
+        offsets = {entry.offset for entry in entries}
+    except (TypeError, AttributeError):
+        entries, offsets = [], set()
+    distinct = len({id(entry) for entry in entries})
+    if distinct != layers or len(entries) != layers or len(offsets) != 1:
+        raise ParameterError(
+            f"the cache has {distinct} entries, but the model {layers} layers, which "
+            f"hold the same tokens: use model.create_kv_cache()"
         )
-    return number
 
 
 class _Run:

@@ -52,6 +52,8 @@ def find_model(
     cached), UnsupportedModelError (only pickled weights, or a file of another format)
     and ParameterError (a revision for a model that is not on the Hub).
     """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ParameterError(f"a model's name or path is needed, not {name_or_path!r}")
     name = os.fspath(name_or_path)
     if isinstance(name_or_path, str) and name in DEFAULT_MODELS:
         _no_revision(name, revision)
@@ -148,8 +150,11 @@ def _no_weights(repo: str, revision: str | None) -> TinyLLMError:
 
     try:
         names = list(huggingface_hub.list_repo_files(repo, revision=revision))
-    except Exception:  # only to say more; every HTTP library has errors of its own
-        names = []
+    except Exception:  # every HTTP library has errors of its own
+        return ModelNotFoundError(
+            f"no *.safetensors file of {repo!r} is cached here, and the Hub does not "
+            "answer; check the network"
+        )
     ggufs = [name for name in names if name.endswith(".gguf")]
     if ggufs:
         return ModelNotFoundError(

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import blas
-from .cache import TinyKvFullCache
 from .config import ConfigReader
 from .errors import ParameterError, UnsupportedModelError
 from .fuse import Checkpoint, check_quantization, fill
 from .gguf_file import GGUFFile
 from .hub import find_model
 from .json_files import read_json
-from .kernels import can_fuse, exp_below, on_gpu, swiglu
+from .kernels import can_fuse, exp_below, on_gpu, rms_norm, swiglu
 from .models import Decoder, build
 from .progress import progress_bar
 from .quantize import bits_of
@@ -110,7 +109,7 @@ class _Files:
         dtype: str,
         quantize: str | None,
     ) -> None:
-        if dtype != "auto" and dtype not in _DTYPES:
+        if dtype not in ("auto", *_DTYPES):
             names = ", ".join(["auto", *_DTYPES])
             raise ParameterError(f"dtype is {dtype!r}; one of {names} is needed")
         self.bits = None if quantize is None else bits_of(quantize)
@@ -152,6 +151,11 @@ class _Files:
             advice = blas.advice()
             if advice is not None:
                 _log.warning(advice)
+            if self.dtype != mx.float32:
+                _log.warning(
+                    "half-precision products are 10 to 100 times slower than float32 "
+                    "on MLX's CPU backend"
+                )
         if self.gguf is None:
             weights = read_weights(self.path)
         else:
@@ -171,32 +175,22 @@ class _Files:
         if self.bits is not None:
             quantize_model(model, self.bits, keep_dense=self.dense)
         if not on_gpu() and can_fuse():
-            _compile_loops(model)
+            _compile_loops(model.norm.weight.dtype)
 
 
-def _compile_loops(model: Decoder) -> None:
-    """Run one layer, so that MLX compiles its fused loops now and not in an answer.
+def _compile_loops(dtype: mx.Dtype) -> None:
+    """Have MLX compile the fused loops now and not in an answer.
 
     The first time on a machine that takes some seconds (`g++`, half a second a loop);
     later the loops are found in the temporary folder.
     """
-    config = model.config
-    tokens = min(128, config.context_length)
-    dtype = model.norm.weight.dtype
-    cache = TinyKvFullCache()
-
-    def layer(offset: int, length: int) -> mx.array:
-        x = mx.zeros((1, length, config.hidden_size), dtype=dtype)
-        rotation = config.rope.rotation(offset, 1, length)
-        return model.layers[0](x, rotation, cache)
-
-    large = mx.zeros((64, 128), dtype=dtype)
+    many = mx.zeros((64, 256), dtype=dtype)
+    halves = mx.split(many, 2, axis=-1)
     steps: tuple[Callable[[], mx.array], ...] = (
-        lambda: exp_below(large, large),
-        lambda: swiglu(large, large),
-        lambda: layer(0, tokens - 1),
-        lambda: model.norm(mx.zeros((1, 1, config.hidden_size), dtype=dtype)),
-        lambda: layer(tokens - 1, 1),
+        lambda: exp_below(many, many),
+        lambda: swiglu(*halves),
+        lambda: swiglu(halves[0][:1], halves[1][:1]),
+        lambda: rms_norm(many[:1], many[0], 1e-6),
     )
     with progress_bar("Compiling loops (once on this machine)") as progress:
         for done, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Progress bars on standard error, for whatever takes more than two seconds."""
+"""Progress bars on standard error, for whatever takes more than a second."""
 
 from __future__ import annotations
 

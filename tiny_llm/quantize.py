@@ -12,7 +12,7 @@ _GROUP_SIZES = (64, 32)
 
 def bits_of(name: str) -> int:
     """4 or 8 for "4bit" or "8bit". Raises ParameterError."""
-    if name not in _BITS:
+    if name not in tuple(_BITS):
         names = " or ".join(repr(n) for n in _BITS)
         raise ParameterError(f"quantize is {name!r}; {names} is needed, or None")
     return _BITS[name]

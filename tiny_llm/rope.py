@@ -26,7 +26,8 @@ class Rope:
 
     dims: rotated dimensions per head; scale: factor on rotated vectors (yarn,
     longrope); fixed_until: the total length from which on the frequencies are others
-    (dynamic, longrope), or None if they never change.
+    (dynamic, longrope), or None if they never change; extends_to: the context that the
+    scaling is for (yarn), whatever max_position_embeddings says.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Rope:
         frequencies: Callable[[int], Frequencies],
         scale: float = 1.0,
         fixed_until: int | None = None,
+        extends_to: int = 0,
     ) -> None:
         """frequencies: total length in tokens -> radians per position, [dims / 2]."""
         self.dims = dims
         self.scale = scale
         self.fixed_until = fixed_until
+        self.extends_to = extends_to
         self.frequencies = frequencies
         self._fixed = mx.array(frequencies(1))
 
@@ -68,22 +71,28 @@ class Rope:
         return make_rotation(rows, length, frequencies, self.scale)
 
 
-def make_rope(config: ConfigReader, head_dim: int, max_positions: int) -> Rope:
+def make_rope(
+    config: ConfigReader, head_dim: int, max_positions: int, *, partial: bool = False
+) -> Rope:
     """The Rope of a config.json in the older (`rope_theta`, `rope_scaling`) or the
-    transformers-5 layout (`rope_parameters`).
+    transformers-5 layout (`rope_parameters`). partial: the family can rotate a part of
+    each head.
 
     Raises UnsupportedModelError for a kind or a parameter that is not implemented.
     """
     theta = config.number("rope_theta", 10000.0)
     share = config.number("partial_rotary_factor", 1.0)
-    outer_original = config.raw("original_max_position_embeddings")
-    scaling = config.inner("rope_parameters")
-    older = config.inner("rope_scaling")
-    scaling = scaling or older
+    original = config.integer("original_max_position_embeddings", max_positions)
+    newer, older = config.raw("rope_parameters"), config.raw("rope_scaling")
+    if newer and older and newer != older:
+        config.fail("rope_scaling", older, f"also finds rope_parameters={newer!r}")
+    scaling = config.inner("rope_parameters" if newer else "rope_scaling")
     if scaling is None:
         scaling = ConfigReader({}, config.where)
     theta = scaling.number("rope_theta", theta)
     share = scaling.number("partial_rotary_factor", share)
+    if share != 1.0 and not partial:
+        config.fail("partial_rotary_factor", share, "rotates whole heads here")
     dims = int(head_dim * share)
     if dims % 2 or not 0 < dims <= head_dim:
         config.fail("partial_rotary_factor", share, "needs an even part of each head")
@@ -91,11 +100,15 @@ def make_rope(config: ConfigReader, head_dim: int, max_positions: int) -> Rope:
     if kind not in _KINDS:
         names = ", ".join(sorted(_KINDS))
         scaling.fail("rope_type", kind, f"implements {names}")
-    original = scaling.integer(
-        "original_max_position_embeddings",
-        outer_original if isinstance(outer_original, int) else max_positions,
-    )
-    rope = _KINDS[kind](scaling, theta, dims, original, max_positions)
+    original = scaling.integer("original_max_position_embeddings", original)
+    try:
+        with np.errstate(all="ignore"):
+            rope = _KINDS[kind](scaling, theta, dims, original, max_positions)
+            ends = [rope.frequencies(1), rope.frequencies(8 * max_positions)]
+    except (ArithmeticError, ValueError) as error:
+        config.fail("rope_scaling", newer or older, f"cannot compute it ({error})")
+    if not all(np.isfinite(f).all() and (f > 0).all() for f in ends):
+        config.fail("rope_scaling", newer or older, "needs positive frequencies")
     scaling.finish(harmless=frozenset({"finetuned"}))
     return rope
 
@@ -188,9 +201,11 @@ def _yarn(
         high += 0.001
     stretched = np.clip((np.arange(dims // 2) - low) / (high - low), 0.0, 1.0)
     plain = _base_frequencies(theta, dims)
-    return _constant(
+    rope = _constant(
         dims, plain / factor * stretched + plain * (1 - stretched), float(scale)
     )
+    rope.extends_to = int(original * factor)
+    return rope
 
 
 def _longrope(

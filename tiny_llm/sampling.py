@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from .errors import ParameterError
+from .errors import ParameterError, whole_number
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -58,20 +58,21 @@ def check_sampling(
     temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None
 ) -> None:
     """Raise ParameterError for the first value that cannot be used."""
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ParameterError(f"temperature must be 0 or more, got {temperature}")
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < -1:
-        raise ParameterError(f"top_k must be a whole number from 0 on, got {top_k}")
-    if not 0 <= top_p <= 1:
-        raise ParameterError(f"top_p must be within 0 .. 1, got {top_p}")
-    if not 0 <= min_p <= 1:
-        raise ParameterError(f"min_p must be within 0 .. 1, got {min_p}")
-    if seed is not None and (
-        isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64
-    ):
-        raise ParameterError(
-            f"seed must be a whole number in 0 .. 2^64 - 1, got {seed}"
-        )
+    _number("temperature", temperature, most=math.inf)
+    _number("top_p", top_p, most=1.0)
+    _number("min_p", min_p, most=1.0)
+    whole_number("top_k", top_k, least=-1)
+    if isinstance(top_k, bool) or isinstance(seed, bool):
+        raise ParameterError("top_k and seed must be whole numbers, not a truth value")
+    if seed is not None and whole_number("seed", seed, least=0) >= 1 << 64:
+        raise ParameterError(f"seed must be below 2^64, got {seed}")
+
+
+def _number(name: str, value: float, *, most: float) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (good and math.isfinite(value) and 0 <= value <= most):
+        limit = "0 or more" if most == math.inf else f"within 0 .. {most:g}"
+        raise ParameterError(f"{name} must be a number {limit}, got {value!r}")
 
 
 def filter_logprobs(

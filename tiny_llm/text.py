@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 from .cache import KvCache
-from .errors import PromptError
+from .errors import ParameterError, PromptError
 from .generation import Sampler, stream_generate
 from .models import Decoder
 from .progress import Progress
@@ -130,15 +131,25 @@ def encode_prompt(
     prompt: str | Messages | Sequence[int],
     template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The token ids of a prompt; see stream_text."""
+    """The token ids of a prompt; see stream_text. Arrays of ids are ids too."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    items = list(prompt)
-    if items and all(isinstance(item, int) for item in items):
-        return [item for item in items if isinstance(item, int)]
+    items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(items, bytes) or not isinstance(items, Sequence):
+        raise PromptError(
+            f"the prompt is {items!r:.60}; a string, messages or token ids are needed"
+        )
     if not items:
         raise PromptError("the prompt is empty: no messages and no tokens")
-    return tokenizer.encode_chat(items, **(template_options or {}))  # type: ignore[arg-type]
+    if all(isinstance(item, SupportsIndex) for item in items):
+        return [index(item) for item in items]
+    options = template_options or {}
+    if not isinstance(options, Mapping) or "messages" in options:
+        raise ParameterError(
+            f"template_options is {options!r:.60}; a mapping of the template's own "
+            f"variables is needed"
+        )
+    return tokenizer.encode_chat(items, **options)
 
 
 def _pieces(

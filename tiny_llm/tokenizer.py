@@ -66,9 +66,13 @@ class Tokenizer:
             backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0
         )
         self._hidden = frozenset(t.content for t in added.values() if t.special)
-        self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[
-            :1
-        ] == [self.bos_token_id]
+        # What the backend puts before every text; without tokenizer_config.json that is
+        # the only word on BOS.
+        first = next(iter(backend.encode("").ids), None)
+        expected = self.bos_token_id
+        if expected is None and first not in self.eos_token_ids:
+            expected = first
+        self._added_bos = first if first == expected else None
         self._chat_template = ChatTemplate(chat_templates or {})
         self._literal: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
@@ -133,9 +137,9 @@ class Tokenizer:
             ids: list[int] = backend.encode(
                 text, add_special_tokens=add_special_tokens
             ).ids
-        if add_special_tokens and self._adds_bos:
+        if add_special_tokens and self._added_bos is not None:
             extra = 0
-            while ids[extra + 1 : extra + 2] == [self.bos_token_id]:
+            while ids[extra + 1 : extra + 2] == [self._added_bos]:
                 extra += 1
             ids = ids[extra:]
         return ids

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..errors import ParameterError
+from ..errors import ParameterError, whole_number
 from ..kernels import attention
 from .base import Mask
 
@@ -19,10 +19,8 @@ class TinyKvFullCache:
 
     def __init__(self, reserve: int = 0) -> None:
         """reserve: tokens to make room for when the first ones come."""
-        if reserve < 0:
-            raise ParameterError(f"reserve must not be negative, got {reserve}")
         self.offset = 0
-        self.reserve = reserve
+        self.reserve = whole_number("reserve", reserve, least=0)
         self.keys: mx.array | None = None  # [B, Hkv, capacity, D]
         self.values: mx.array | None = None
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ..attention import Attention
 from ..cache import KvCache, NoCache, TinyKvFullCache
 from ..config import ConfigReader
-from ..errors import ParameterError
+from ..errors import ParameterError, whole_number
 from ..kernels import Rotation
 from ..layers import Embedding, Linear, RMSNorm, SwiGLU
 from ..rope import Offset, Rope, make_rope
@@ -49,9 +49,10 @@ class DecoderConfig:
         Where the rotary frequencies change with the total length (dynamic, longrope),
         keys cached before the change would be wrong after it.
         """
+        longest = max(self.max_positions, self.rope.extends_to)
         if self.rope.fixed_until is None:
-            return self.max_positions
-        return min(self.max_positions, self.rope.fixed_until)
+            return longest
+        return min(longest, self.rope.fixed_until)
 
 
 def read_config(
@@ -83,6 +84,7 @@ def read_config(
     layers = config.integer("num_hidden_layers", most=4096)
     config.choice("hidden_act", "silu", of=("silu", "swish"))
     config.choice("pretraining_tp", 1, of=(1,))
+    config.choice("is_causal", True, of=(True,))
     positions = config.integer("max_position_embeddings", max_positions)
     read = DecoderConfig(
         model_type=config.string("model_type"),
@@ -151,26 +153,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, c.mlp_bias)
 
-        # The shapes of a decode step recur, so its graph is built once. (The weights
-        # are inputs of the compiled functions: they may be replaced.)
-        self._before_once = mx.compile(self._before, inputs=[self])
-        self._after_once = mx.compile(self._after, inputs=[self])
-
     def __call__(self, x: mx.array, rotation: Rotation, cache: KvCache) -> mx.array:
         """x: [B, L, E] -> [B, L, E]; appends to the layer's cache."""
-        if x.shape[1] == 1:
-            q, k, v = self._before_once(x, rotation)
-            return self._after_once(x, self.self_attn.attend(q, k, v, cache))
-        q, k, v = self._before(x, rotation)
-        return self._after(x, self.self_attn.attend(q, k, v, cache))
-
-    def _before(
-        self, x: mx.array, rotation: Rotation
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        return self.self_attn.project(self.input_layernorm(x), rotation)
-
-    def _after(self, x: mx.array, out: mx.array) -> mx.array:
-        x = self.self_attn.merge(out, x)
+        x = self.self_attn(self.input_layernorm(x), x, rotation, cache)
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
@@ -194,6 +179,8 @@ class Decoder(nn.Module):
         logits_to_keep: int | mx.array | None = None,
     ) -> mx.array:
         """Logits [B, L or kept, V] of input_ids [B, L] (int32).
+
+        The ids must be within the vocabulary: they may be lazy, so nobody checks.
 
         offset: the absolute position of input_ids[b, 0], one int or one per row; with
         a cache, the number of tokens it holds. cache: one entry per layer, which is
@@ -223,8 +210,15 @@ class Decoder(nn.Module):
     ) -> list[TinyKvFullCache]:
         """One cache entry per layer. reserve: tokens to make room for at once.
 
-        Raises ParameterError for an unknown kind.
+        Raises ParameterError for an unknown kind, or a reserve that is no whole number
+        within the context.
         """
+        reserve = whole_number("reserve", reserve, least=0)
+        if reserve > self.config.context_length + 1:
+            raise ParameterError(
+                f"reserve is {reserve}, but the model's context is "
+                f"{self.config.context_length} tokens"
+            )
         if kind != "dense":
             raise ParameterError(f"unknown cache kind {kind!r}; there is 'dense'")
         return [TinyKvFullCache(reserve) for _ in self.layers]

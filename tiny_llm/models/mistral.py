@@ -6,9 +6,10 @@ from .decoder import Decoder, read_config, read_windows
 
 def build(config: ConfigReader) -> Decoder:
     """The model, without weights, that a config.json of this family describes."""
+    # absent: 4096, as transformers has it; null: no window
     window = None
-    if "sliding_window" in config:
-        window = config.integer("sliding_window")
+    if not config.has("sliding_window") or "sliding_window" in config:
+        window = config.integer("sliding_window", 4096)
     else:
         config.raw("sliding_window")
     layers = config.integer("num_hidden_layers", most=4096)

@@ -20,11 +20,12 @@ def build(config: ConfigReader) -> Decoder:
 def qwen_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """The windows: from layer `max_window_layers` on, if `use_sliding_window`."""
     layers = config.integer("num_hidden_layers", most=4096)
-    window = None
     first = config.integer("max_window_layers", 28, least=0)
     stored = config.integer("sliding_window", 4096)
-    if config.boolean("use_sliding_window"):
-        window = stored
+    # absent: 4096, as transformers has it; null: no window
+    off = config.has("sliding_window") and "sliding_window" not in config
+    use = config.boolean("use_sliding_window") and not off
+    window = stored if use else None
     default = [
         "sliding_attention" if window and index >= first else "full_attention"
         for index in range(layers)
