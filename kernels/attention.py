@@ -27,7 +27,7 @@ def attention(
     q: [B, H, L, D]; k, v: [B, Hkv, S, D], S >= L, H a multiple of Hkv. `window` W: only
     the newest W of those keys, itself included. `softcap` c: scores become
     c tanh(score / c). `sinks` [H]: one more score per head, of a key without a value.
-    Returns [B, H, L, D]. Softmax and accumulation are in float32.
+    Returns [B, H, L, D]. The softmax is in float32.
     """
     length, context = q.shape[2], k.shape[2]
     if window is not None and length == 1 and context > window:

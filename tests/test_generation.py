@@ -215,3 +215,32 @@ def test_a_sampler_that_returns_no_token_is_named(sampler, words):
     one = stream_generate(m, [1, 2, 3], sampler=sampler, max_new_tokens=1)
     with pytest.raises(ParameterError, match=words):
         list(one)
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 3])
+def test_an_interrupt_between_two_layers_leaves_the_cache_consistent(
+    calls_before, monkeypatch
+):
+    m = model("qwen3")
+    cache, calls = m.create_kv_cache(), []
+    block = type(m.layers[1])
+    call = block.__call__
+
+    def interrupted(self, *args):
+        if self is m.layers[1]:
+            calls.append(1)
+            if len(calls) == calls_before + 1:
+                raise KeyboardInterrupt
+        return call(self, *args)
+
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(block, "__call__", interrupted)
+        stream = stream_generate(m, [1, 2, 3], cache=cache)
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(stream)
+    held = 3 + len(seen) if calls_before else 0
+    assert [entry.offset for entry in cache] == [held] * 2
+    history = [*([1, 2, 3] if calls_before else []), *seen, 9]
+    after = list(stream_generate(m, [9], max_new_tokens=5, cache=cache))
+    assert after == naive_greedy(m, history, 5)

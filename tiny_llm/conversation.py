@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import PromptError
-from .generation import Sampler
 from .models import Decoder
 from .progress import Progress
+from .sampling import Sampler
 from .text import TextStream, stream_text
 from .tokenizer import Tokenizer
 

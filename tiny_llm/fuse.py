@@ -96,7 +96,7 @@ class Checkpoint:
     def matrix(self, name: str, outputs: int, inputs: int, has_bias: bool) -> _Matrix:
         """The matrix [outputs, inputs] called name.weight, packed or not, and its bias.
 
-        Raises WeightsError, UnsupportedModelError.
+        Raises WeightsError.
         """
         bias = self.take(f"{name}.bias", (outputs,)) if has_bias else None
         if f"{name}.scales" not in self.left:
@@ -180,7 +180,7 @@ def fill(
 
     dtype: of all floating-point weights; None: that of the embedding. dequantise: turn
     packed matrices into dense ones. progress: called with (modules done, of how many).
-    Raises WeightsError, UnsupportedModelError.
+    Raises WeightsError.
     """
     if dtype is None:
         first = _name("embed_tokens")

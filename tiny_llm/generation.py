@@ -5,7 +5,7 @@ Everything here works on token ids; text.py adds the tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from typing import Any
 
@@ -15,8 +15,7 @@ from .cache import KvCache
 from .errors import ParameterError, PromptError, whole_number
 from .models import Decoder
 from .progress import Progress
-
-Sampler = Callable[[mx.array], mx.array]
+from .sampling import Sampler
 
 # Room made at once for new tokens; beyond, the cache grows in steps.
 _RESERVE = 1024
@@ -160,7 +159,7 @@ class _Run:
                 self._forward(token[:, None], logits=0)
             value: int = token.item()  # type: ignore[assignment]
             if not 0 <= value < self.model.config.vocab_size:
-                self._forget(self.cache[0].offset - stored)
+                self._rewind_to(stored)
                 raise ParameterError(
                     f"the sampler chose the token id {value}, which is not in the "
                     f"vocabulary of {self.model.config.vocab_size}"
@@ -187,11 +186,12 @@ class _Run:
 
     def _step(self, token: mx.array) -> mx.array:
         """Append a token [1] and start computing the one after it, [1]."""
+        stored = self.cache[0].offset
         logits = self._forward(token[:, None], logits=1)
         try:
             following = self._sample(logits)
         except BaseException:  # the caller's sampler failed before `token` was yielded
-            self._forget(1)
+            self._rewind_to(stored)
             raise
         mx.async_eval(following)
         return following
@@ -199,9 +199,14 @@ class _Run:
     def _forward(self, ids: mx.array, *, logits: int) -> mx.array:
         if self.sampler is not None:  # an id of the caller's must not read beyond
             ids = mx.clip(ids, 0, self.model.config.vocab_size - 1)
-        return self.model(
-            ids, offset=self.cache[0].offset, cache=self.cache, logits_to_keep=logits
-        )
+        stored = self.cache[0].offset
+        try:
+            return self.model(
+                ids, offset=stored, cache=self.cache, logits_to_keep=logits
+            )
+        except BaseException:  # Ctrl-C between two layers: only some have the tokens
+            self._rewind_to(stored)
+            raise
 
     def _sample(self, logits: mx.array) -> mx.array:
         """logits [1, 1, V] -> id [1]."""
@@ -222,9 +227,9 @@ class _Run:
             )
         return ids
 
-    def _forget(self, n: int) -> None:
+    def _rewind_to(self, stored: int) -> None:
         for entry in self.cache:
-            entry.rewind(n)
+            entry.rewind(entry.offset - stored)
 
     def _has_room(self) -> bool:
         return self.cache[0].offset < self.model.config.context_length

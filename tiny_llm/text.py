@@ -10,9 +10,10 @@ from typing import Any, SupportsIndex
 
 from .cache import KvCache
 from .errors import ParameterError, PromptError
-from .generation import Sampler, stream_generate
+from .generation import stream_generate
 from .models import Decoder
 from .progress import Progress
+from .sampling import Sampler
 from .tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from ..errors import PromptError
-from ..generation import Sampler
 from ..loader import Loaded, load
-from ..sampling import make_sampler
+from ..sampling import Sampler, make_sampler
 
 
 def sampler_of(args: Namespace) -> Sampler:
