@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from .elementwise import attention_weights, exp_below
@@ -12,52 +14,64 @@ from .runtime import on_gpu
 _BLOCK = 128
 
 
+# So few queries read pieces of keys where they lie; for more, one copy is cheaper.
+_FEW = 8
+
+
 def attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: mx.array | Sequence[mx.array],
+    v: mx.array | Sequence[mx.array],
     *,
     scale: float,
     window: int | None = None,
+    keep: int = 0,
     softcap: float | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """softmax(q k^T * scale) v; query i of L sees the keys 0 .. S - L + i.
 
-    q: [B, H, L, D]; k, v: [B, Hkv, S, D], S >= L, H a multiple of Hkv. `window` W: only
-    the newest W of those keys, itself included. `softcap` c: scores become
-    c tanh(score / c). `sinks` [H]: one more score per head, of a key without a value.
+    q: [B, H, L, D]; k, v: [B, Hkv, S, D], S >= L, H a multiple of Hkv; or both in
+    pieces along S. `window` W: only the newest W of those keys, itself included, and
+    the first `keep` of all. `softcap` c: scores become c tanh(score / c). `sinks` [H]:
+    one more score per head, of a key without a value.
     Returns [B, H, L, D]. The softmax is in float32.
     """
-    length, context = q.shape[2], k.shape[2]
-    if window is not None and length == 1 and context > window:
-        k, v, context = k[:, :, -window:], v[:, :, -window:], window
+    ks, vs = _pieces(k), _pieces(v)
+    length, context = q.shape[2], sum(piece.shape[2] for piece in ks)
     if window is not None and window >= context:
         window = None
+    if len(ks) > 1 and (length > _FEW or window is not None or on_gpu()):
+        ks, vs = [mx.concatenate(ks, axis=2)], [mx.concatenate(vs, axis=2)]
+    if window is not None and length == 1 and keep == 0:
+        ks, vs = [ks[0][:, :, -window:]], [vs[0][:, :, -window:]]
+        context, window = window, None
     if on_gpu() and softcap is None:
         mask: str | mx.array | None = None
         if window is not None:
-            mask = causal_mask(length, context, window)
+            mask = causal_mask(length, context, window, keep)
         elif length > 1:
             mask = "causal"
         return mx.fast.scaled_dot_product_attention(
-            q, k, v, scale=scale, mask=mask, sinks=sinks
+            q, ks[0], vs[0], scale=scale, mask=mask, sinks=sinks
         )
     q = q * scale
-    if length == 1:
-        return _attend_block(q, k, v, None, softcap, sinks)
+    if len(ks) > 1 or (length == 1 and window is None):
+        mask = None if length == 1 else causal_mask(length, context)
+        return _attend_block(q, ks, vs, mask, softcap, sinks)
     blocks = []
     for start in range(0, length, _BLOCK):
         stop = min(start + _BLOCK, length)
         last = context - length + stop
-        first = 0 if window is None else max(0, last - (stop - start) - window + 1)
-        mask = causal_mask(stop - start, last - first, window)
+        first = 0
+        if window is not None and keep == 0:
+            first = max(0, last - (stop - start) - window + 1)
         blocks.append(
             _attend_block(
                 q[:, :, start:stop],
-                k[:, :, first:last],
-                v[:, :, first:last],
-                mask,
+                [ks[0][:, :, first:last]],
+                [vs[0][:, :, first:last]],
+                causal_mask(stop - start, last - first, window, keep),
                 softcap,
                 sinks,
             )
@@ -65,36 +79,49 @@ def attention(
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
 
 
-def causal_mask(length: int, context: int, window: int | None = None) -> mx.array:
+def causal_mask(
+    length: int, context: int, window: int | None = None, keep: int = 0
+) -> mx.array:
     """Which keys each query sees: bool [L, S]; the last query sees the last key.
 
-    Query i sees key j if 0 <= (S - L + i) - j < window (no bound without a window).
+    Query i sees key j if 0 <= (S - L + i) - j, and that is < window (no bound without
+    one) or j < keep.
     """
-    distance = mx.arange(context - length, context)[:, None] - mx.arange(context)
+    keys = mx.arange(context)
+    distance = mx.arange(context - length, context)[:, None] - keys
     seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    if window is None:
+        return seen
+    near = distance < window
+    return seen & (near | (keys < keep) if keep else near)
+
+
+def _pieces(x: mx.array | Sequence[mx.array]) -> list[mx.array]:
+    return [x] if isinstance(x, mx.array) else list(x)
 
 
 def _attend_block(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: Sequence[mx.array],
+    v: Sequence[mx.array],
     mask: mx.array | None,
     softcap: float | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """One block of scaled queries [B, H, L, D] over [B, Hkv, S, D]."""
+    """One block of scaled queries [B, H, L, D] over pieces of [B, Hkv, S, D]."""
     batch, heads, length, dim = q.shape
-    kv_heads, context = k.shape[1], k.shape[2]
+    kv_heads = k[0].shape[1]
     groups = heads // kv_heads
     # The query heads of a KV head are rows of one product: K and V are read once.
     rows = q.reshape(batch, kv_heads, groups * length, dim)
-    scores = (rows @ k.swapaxes(-1, -2)).astype(mx.float32)
+    parts = [rows @ piece.swapaxes(-1, -2) for piece in k]
+    scores = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    scores = scores.astype(mx.float32)
     if softcap is not None:
         scores = mx.tanh(scores / softcap) * softcap
     if mask is not None:
         # (adding is ten times faster than mx.where here)
-        split = scores.reshape(batch, kv_heads, groups, length, context)
+        split = scores.reshape(batch, kv_heads, groups, length, scores.shape[-1])
         scores = (split + mx.where(mask, 0.0, -mx.inf)).reshape(scores.shape)
     if sinks is None:
         weights, total = attention_weights(scores)
@@ -104,7 +131,14 @@ def _attend_block(
         top = mx.maximum(mx.max(scores, axis=-1, keepdims=True), sink)
         weights = exp_below(scores, top)
         total = mx.sum(weights, axis=-1, keepdims=True) + mx.exp(sink - top)
-    out = weights.astype(v.dtype) @ v
+    weights, start = weights.astype(v[0].dtype), 0
+    out = None
+    for piece in v:
+        stop = start + piece.shape[2]
+        # (slicing a lone piece would cost a node for nothing)
+        part = (weights if len(v) == 1 else weights[..., start:stop]) @ piece
+        out, start = part if out is None else out + part, stop
+    assert out is not None
     if total is not None:
-        out = (out / total).astype(v.dtype)
+        out = (out / total).astype(v[0].dtype)
     return out.reshape(batch, heads, length, dim)

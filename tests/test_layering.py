@@ -11,7 +11,8 @@ PACKAGE = ROOT / "tiny_llm"
 # From the bottom up: a module imports only from layers below its own, or its own.
 LAYERS = [
     {"errors", "files"},
-    {"blas", "progress", "json_files", "config"},
+    {"blas", "progress", "json_files", "config", "memory", "devices"},
+    {"roofline"},
     {"kernels"},
     {"cache", "layers", "rope"},
     {"attention"},
@@ -30,7 +31,10 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Plain Python, to be tested without a device.
-WITHOUT_MLX = {"errors", "files", "json_files", "config", "chat_template", "hub"}
+WITHOUT_MLX = {
+    *("errors", "files", "json_files", "config", "chat_template", "hub"),
+    *("memory", "devices", "roofline"),
+}
 
 
 def modules():

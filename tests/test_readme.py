@@ -10,7 +10,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 HELP_BLOCKS = dict(
     re.findall(r"<!-- help: (.+?) -->\n```text\n(.*?)```", README, re.DOTALL)
 )
-COMMANDS = ["tiny-llm", "tiny-llm generate", "tiny-llm chat", "tiny-llm info"]
+COMMANDS = [
+    *("tiny-llm", "tiny-llm generate", "tiny-llm chat", "tiny-llm info"),
+    "tiny-llm plan",
+]
 
 
 def help_of(command, capsys):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import PromptError
+from .cache import rewind
+from .errors import ParameterError, PromptError
 from .models import Decoder
 from .progress import Progress
 from .sampling import Sampler
@@ -72,7 +73,7 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens, but the model's context is "
                 f"{self.model.config.context_length}; start a new one"
             )
-        self._rewind(keep)
+        keep = self._rewind(keep)
         stream = stream_text(
             self.model,
             self.tokenizer,
@@ -99,10 +100,15 @@ class Conversation:
         stored = min(entry.offset for entry in self._cache)
         self._rewind(min(stored, len(self._cached)))
 
-    def _rewind(self, length: int) -> None:
-        for entry in self._cache:
-            entry.rewind(entry.offset - length)
+    def _rewind(self, length: int) -> int:
+        """Keep at most `length` cached tokens; returns how many."""
+        try:
+            rewind(self._cache, length)
+        except ParameterError:  # a window has passed: then all anew
+            length = 0
+            rewind(self._cache, 0)
         del self._cached[length:]
+        return length
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

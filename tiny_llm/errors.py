@@ -6,10 +6,12 @@
         CorruptFileError        a file is not what its name says, or is cut short
         UnsupportedModelError   an architecture, setting or format we don't implement
         WeightsError            a weight is missing, unused, or has the wrong shape
+        CacheFileError          a saved cache is of another model, kind or version
       TokenizerError            no tokenizer, or one we cannot use
         ChatTemplateError       no chat template, or the template refused the messages
       ParameterError            an argument's value cannot be used (also a ValueError)
         PromptError             an empty prompt, or one longer than the context
+      OutOfPagesError           the page pool has no room for more tokens
 
 A message says which thing, what was found, and what would work.
 """
@@ -41,6 +43,10 @@ class WeightsError(LoadError):
     """The weights and the architecture do not fit together."""
 
 
+class CacheFileError(LoadError):
+    """A saved cache is of another model, kind or version than what is needed."""
+
+
 class TokenizerError(TinyLLMError):
     """There is no tokenizer, or it cannot be used."""
 
@@ -55,6 +61,10 @@ class ParameterError(TinyLLMError, ValueError):
 
 class PromptError(ParameterError):
     """The prompt is empty or does not fit the context."""
+
+
+class OutOfPagesError(TinyLLMError):
+    """The page pool has no room for more tokens; nothing has changed."""
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:

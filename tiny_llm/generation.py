@@ -6,13 +6,14 @@ Everything here works on token ids; text.py adds the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from operator import index
 from typing import Any
 
 import mlx.core as mx
 
-from .cache import KvCache
-from .errors import ParameterError, PromptError, whole_number
+from .cache import KvCache, rewind
+from .errors import OutOfPagesError, ParameterError, PromptError, whole_number
 from .models import Decoder
 from .progress import Progress
 from .sampling import Sampler
@@ -41,11 +42,12 @@ def stream_generate(
 
     cache (`model.create_kv_cache()`): continued from where it stands, and extended by
     the prompt and by every token yielded, also if the caller stops early. (Only a token
-    for which the context has no room is left out.)
+    for which the context or the page pool has no room is left out.)
 
     Raises, when called, before any work: PromptError for a prompt that is empty, holds
     an id outside the vocabulary, or is longer than the context; ParameterError for
-    other arguments that cannot be used.
+    other arguments that cannot be used. While iterating: OutOfPagesError if the cache's
+    pool is full, after the last token that was computed.
     """
     config = model.config
     prompt = _checked_prompt(prompt_tokens, config.vocab_size)
@@ -71,7 +73,9 @@ def stream_generate(
     if cache is None:
         if limit == 0:
             return iter(())
-        cache = model.create_kv_cache(reserve=end + min(limit, _RESERVE))
+        # nobody rewinds it: a layer with a window need not hold more
+        kind = "rotating" if any(config.windows) else "dense"
+        cache = model.create_kv_cache(kind, reserve=end + min(limit, _RESERVE))
     return _Run(model, cache, sampler, stop_ids, keep).tokens(
         prompt, limit, prefill_chunk, progress
     )
@@ -154,9 +158,14 @@ class _Run:
         for count in range(1, limit + 1):
             # Step t + 1 starts from the lazy token of step t, before that is read.
             stored = self.cache[0].offset
-            ahead = self._step(token) if count < limit else None
-            if ahead is None and self.keep and self._has_room():
-                self._forward(token[:, None], logits=0)
+            ahead, full = None, None
+            try:
+                if count < limit:
+                    ahead = self._step(token)
+                elif self.keep and self._has_room():
+                    self._forward(token[:, None], logits=0)
+            except OutOfPagesError as error:  # `token` is right all the same
+                full = error
             value: int = token.item()  # type: ignore[assignment]
             if not 0 <= value < self.model.config.vocab_size:
                 self._rewind_to(stored)
@@ -165,14 +174,32 @@ class _Run:
                     f"vocabulary of {self.model.config.vocab_size}"
                 )
             yield value
-            if ahead is None or value in self.stop_ids:
+            if value in self.stop_ids:
+                return
+            if full is not None:
+                raise full
+            if ahead is None:
                 return
             token = ahead
 
     def _prefill(
         self, prompt: list[int], limit: int, chunk: int, progress: Progress | None
     ) -> mx.array:
-        """Run the prompt; return the first new token, [1], lazily."""
+        """Run the prompt; return the first new token, [1], lazily.
+
+        Without pages for all of it, the cache is as before.
+        """
+        stored = self.cache[0].offset
+        try:
+            return self._run_prompt(prompt, limit, chunk, progress)
+        except OutOfPagesError:
+            with suppress(ParameterError):  # a window has passed what was before
+                self._rewind_to(stored)
+            raise
+
+    def _run_prompt(
+        self, prompt: list[int], limit: int, chunk: int, progress: Progress | None
+    ) -> mx.array:
         logits = None
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
@@ -228,8 +255,7 @@ class _Run:
         return ids
 
     def _rewind_to(self, stored: int) -> None:
-        for entry in self.cache:
-            entry.rewind(entry.offset - stored)
+        rewind(self.cache, stored)
 
     def _has_room(self) -> bool:
         return self.cache[0].offset < self.model.config.context_length

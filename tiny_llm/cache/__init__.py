@@ -1,6 +1,25 @@
 """Cache layouts: each keeps one layer's keys and values and attends over them."""
 
-from .base import KvCache, NoCache
-from .full import TinyKvFullCache
+from .base import Held, KvCache, Layout, NoCache, rewind
+from .create import create_kv_cache
+from .full import QuantizedKvCache, TinyKvFullCache
+from .paged import PagedKvCache, fork
+from .pool import PagePool
+from .rotating import RotatingKvCache
+from .table import PageTable
 
-__all__ = ["KvCache", "NoCache", "TinyKvFullCache"]
+__all__ = [
+    "Held",
+    "KvCache",
+    "Layout",
+    "NoCache",
+    "PagePool",
+    "PageTable",
+    "PagedKvCache",
+    "QuantizedKvCache",
+    "RotatingKvCache",
+    "TinyKvFullCache",
+    "create_kv_cache",
+    "fork",
+    "rewind",
+]

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from ..errors import ParameterError
 from ..kernels import attention
+from .format import Rows
 
 Mask = mx.array | str | None
+Shape = tuple[int, int, int]
+
+
+class Held(NamedTuple):
+    """The tokens that a layer holds, as they are stored: nothing unused with them.
+
+    keys, values: arrays [B, Hkv, held, ...], the newest last. offset: tokens appended
+    so far; more than held where a window has passed.
+    """
+
+    keys: Rows
+    values: Rows
+    offset: int
+
+
+class Layout(NamedTuple):
+    """What kind of cache a layer has; None where the kind has no such thing."""
+
+    kind: str
+    window: int | None = None
+    keep: int = 0
+    bits: int | None = None
+    group_size: int | None = None
+    page_size: int | None = None
 
 
 class KvCache(Protocol):
@@ -19,7 +46,7 @@ class KvCache(Protocol):
 
     @property
     def offset(self) -> int:
-        """Tokens stored."""
+        """Tokens appended and not rewound: the position of the next one."""
         ...
 
     @property
@@ -30,6 +57,11 @@ class KvCache(Protocol):
     @property
     def state(self) -> list[mx.array]:
         """The arrays to evaluate when a step's outputs are not read."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Kind and settings: two caches of the same can take each other's tokens."""
         ...
 
     def attend(
@@ -53,15 +85,31 @@ class KvCache(Protocol):
         mask_length: int | None = None,
         mask: Mask = None,
     ) -> tuple[mx.array, mx.array, int, Mask]:
-        """Append, and return (all keys, all values, tokens stored, mask).
+        """Append, and return (keys, values, how many, mask) to attend over.
 
         For people who bring their own attention. mask_length: the number of queries
-        the mask is for; layouts that need no mask of their own hand `mask` back.
+        the mask is for. A layout that needs no mask of its own hands `mask` back; a
+        windowed one puts its own in the place of None and "causal".
         """
         ...
 
+    def check_rewind(self, n: int) -> None:
+        """Raise ParameterError if the newest n tokens cannot be forgotten exactly."""
+        ...
+
     def rewind(self, n: int) -> None:
-        """Forget the newest n tokens. Raises ParameterError, state untouched."""
+        """Forget the newest n tokens: exactly, or ParameterError and nothing changed.
+
+        What the last append stored can always be taken back, and so can everything.
+        """
+        ...
+
+    def held(self) -> Held:
+        """The tokens held, to be saved."""
+        ...
+
+    def restore(self, held: Held, head_dim: int) -> None:
+        """Put back what a cache of the same kind held. Only on an empty cache."""
         ...
 
 
@@ -70,6 +118,7 @@ class NoCache:
 
     offset = 0
     nbytes = 0
+    layout = Layout("none")
 
     @property
     def state(self) -> list[mx.array]:
@@ -102,5 +151,61 @@ class NoCache:
         """What came in."""
         return key, value, key.shape[2], mask
 
+    def check_rewind(self, n: int) -> None:
+        """Nothing to forget."""
+
     def rewind(self, n: int) -> None:
         """Nothing to forget."""
+
+    def held(self) -> Held:
+        """Nothing."""
+        return Held((), (), 0)
+
+    def restore(self, held: Held, head_dim: int) -> None:
+        """Nothing is kept."""
+
+
+def check_pair(
+    key: mx.array,
+    value: mx.array,
+    stored: tuple[Shape | None, Shape | None],
+) -> None:
+    """Raise ParameterError unless key and value [B, Hkv, S, D] belong together.
+
+    stored: (B, Hkv, D) of the keys and of the values that are stored, or None.
+    """
+    if key.ndim != 4 or key.shape[:3] != value.shape[:3]:
+        raise ParameterError(
+            f"key {key.shape} and value {value.shape} must be [B, Hkv, S, D] alike"
+        )
+    for name, x, shape in zip(("key", "value"), (key, value), stored, strict=True):
+        if shape is not None and (*x.shape[:2], x.shape[3]) != shape:
+            batch, heads, dim = shape
+            raise ParameterError(
+                f"{name} {x.shape} does not fit a cache of [{batch}, {heads}, S, {dim}]"
+            )
+
+
+def rewind(cache: Sequence[KvCache], length: int) -> None:
+    """Rewind all layers to `length` tokens: every one of them, or none.
+
+    Raises ParameterError, nothing changed, if a layer cannot.
+    """
+    for entry in cache:
+        entry.check_rewind(entry.offset - length)
+    for entry in cache:
+        entry.rewind(entry.offset - length)
+
+
+def refuse_mask(mask: Mask) -> None:
+    """Raise ParameterError for a mask that a windowed layer cannot use."""
+    if mask is not None and not (isinstance(mask, str) and mask == "causal"):
+        raise ParameterError(
+            "a cache with a window makes its own mask: pass None or 'causal'"
+        )
+
+
+def refuse_rewind(n: int, offset: int) -> None:
+    """Raise ParameterError unless n of offset tokens can be forgotten."""
+    if not 0 <= n <= offset:
+        raise ParameterError(f"cannot rewind {n} tokens of a cache that holds {offset}")

@@ -2,9 +2,11 @@
 
 import mlx.core as mx
 
-from ..errors import ParameterError, whole_number
-from ..kernels import attention
-from .base import Mask
+from ..errors import whole_number
+from ..memory import GROUP_SIZE, STEP, buffer_tokens
+from .base import Held, Layout, Mask, check_pair, refuse_rewind
+from .buffer import RowBuffer
+from .format import KvFormat
 
 
 class TinyKvFullCache:
@@ -15,24 +17,36 @@ class TinyKvFullCache:
     larger ones. `reserve` tokens are allocated at once when the final length is known.
     """
 
-    step = 256
+    step = STEP
 
     def __init__(self, reserve: int = 0) -> None:
         """reserve: tokens to make room for when the first ones come."""
         self.offset = 0
         self.reserve = whole_number("reserve", reserve, least=0)
-        self.keys: mx.array | None = None  # [B, Hkv, capacity, D]
-        self.values: mx.array | None = None
+        self._hold(KvFormat())
+
+    def _hold(self, fmt: KvFormat) -> None:
+        self.format = fmt
+        self.keys, self.values = RowBuffer(fmt), RowBuffer(fmt)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, the reserve included."""
-        return sum(buffer.nbytes for buffer in self.state)
+        return sum(array.nbytes for array in self.state)
 
     @property
     def state(self) -> list[mx.array]:
         """The buffers, for mx.eval."""
-        return [b for b in (self.keys, self.values) if b is not None]
+        return [*self.keys.rows, *self.values.rows]
+
+    @property
+    def layout(self) -> Layout:
+        """Dense, or quantized with bits and group size."""
+        if self.format.bits is None:
+            return Layout("dense")
+        return Layout(
+            "quantized", bits=self.format.bits, group_size=self.format.group_size
+        )
 
     def attend(
         self,
@@ -46,9 +60,15 @@ class TinyKvFullCache:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Append k and v [B, Hkv, S, D], then attend with q [B, H, S, D]."""
-        keys, values, _, _ = self.update_and_fetch(k, v)
-        return attention(
-            q, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks
+        end = self._append(k, v)
+        return self.format.attend(
+            q,
+            [self.keys.view(0, end)],
+            [self.values.view(0, end)],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
 
     def update_and_fetch(
@@ -64,50 +84,56 @@ class TinyKvFullCache:
         call copy the buffer. All rows have the same length, so the mask is handed back
         as it came. Raises ParameterError if the shapes do not fit what is stored.
         """
-        self._check(key, value)
-        end = self.offset + key.shape[2]
-        self.keys = _write(self.keys, key, self.offset, self._capacity(end))
-        self.values = _write(self.values, value, self.offset, self._capacity(end))
-        self.offset = end
-        return self.keys[:, :, :end], self.values[:, :, :end], end, mask
+        end = self._append(key, value)
+        keys = self.format.decode(self.keys.view(0, end))
+        values = self.format.decode(self.values.view(0, end))
+        return keys, values, end, mask
+
+    def check_rewind(self, n: int) -> None:
+        """Raise ParameterError unless 0 <= n <= offset."""
+        refuse_rewind(n, self.offset)
 
     def rewind(self, n: int) -> None:
         """Forget the newest n tokens; their room is kept. Raises ParameterError."""
-        if not 0 <= n <= self.offset:
-            raise ParameterError(
-                f"cannot rewind {n} tokens of a cache that holds {self.offset}"
-            )
+        refuse_rewind(n, self.offset)
         self.offset -= n
 
-    def _capacity(self, tokens: int) -> int:
-        return -(-max(tokens, self.reserve) // self.step) * self.step
+    def held(self) -> Held:
+        """All tokens, without the room beyond them."""
+        end = self.offset
+        return Held(self.keys.view(0, end), self.values.view(0, end), end)
 
-    def _check(self, key: mx.array, value: mx.array) -> None:
-        if key.ndim != 4 or key.shape[:3] != value.shape[:3]:
-            raise ParameterError(
-                f"key {key.shape} and value {value.shape} must be [B, Hkv, S, D] alike"
-            )
-        stored = self.keys
-        if stored is not None and (
-            key.shape[:2] != stored.shape[:2] or key.shape[3] != stored.shape[3]
-        ):
-            raise ParameterError(
-                f"key {key.shape} does not fit a cache of {stored.shape}"
-            )
+    def restore(self, held: Held, head_dim: int) -> None:
+        """Put back what a cache of this kind held. Only on an empty cache."""
+        if held.offset:
+            capacity = buffer_tokens(max(held.offset, self.reserve))
+            self.keys.restore(held.keys, head_dim, capacity)
+            self.values.restore(held.values, head_dim, capacity)
+        self.offset = held.offset
+
+    def _append(self, key: mx.array, value: mx.array) -> int:
+        stored = self.keys.shape, self.values.shape
+        check_pair(key, value, stored)
+        if stored[0] is None:
+            self.format.check(key.shape[3])
+            self.format.check(value.shape[3])
+        end = self.offset + key.shape[2]
+        capacity = buffer_tokens(max(end, self.reserve))
+        self.keys.write(key, self.offset, capacity)
+        self.values.write(value, self.offset, capacity)
+        self.offset = end
+        return end
 
 
-def _write(
-    buffer: mx.array | None, new: mx.array, start: int, capacity: int
-) -> mx.array:
-    """The buffer with `new` [B, Hkv, S, D] at `start`, grown to `capacity` if need be.
+class QuantizedKvCache(TinyKvFullCache):
+    """The dense cache with every token packed in MLX's affine groups.
 
-    In place when nobody else holds the buffer: MLX hands its memory on.
+    Each token is packed as it is written, so chunks and rewinding change nothing.
     """
-    batch, heads, length, dim = new.shape
-    if buffer is None:
-        buffer = mx.zeros((batch, heads, capacity, dim), dtype=new.dtype)
-    elif start + length > buffer.shape[2]:
-        room = mx.zeros((batch, heads, capacity - start, dim), dtype=buffer.dtype)
-        buffer = mx.concatenate([buffer[:, :, :start], room], axis=2)
-    buffer[:, :, start : start + length] = new
-    return buffer
+
+    def __init__(
+        self, bits: int = 8, group_size: int = GROUP_SIZE, reserve: int = 0
+    ) -> None:
+        """bits: 8 or 4. group_size: 32 or 64, a divisor of the head dimension."""
+        super().__init__(reserve)
+        self._hold(KvFormat(bits, group_size))

@@ -1,4 +1,4 @@
-"""The command line: `tiny-llm generate`, `tiny-llm chat`, `tiny-llm info`.
+"""The command line: `tiny-llm generate`, `chat`, `info`, `plan`.
 
 Nothing slow is imported here: each command's module imports what it needs.
 """

@@ -15,6 +15,7 @@ from ..json_files import read_json
 from ..layers import Linear, RMSNorm
 from ..loader import load_model, load_tokenizer
 from ..models import Decoder
+from .model_size import count_parameters, layers_of
 
 
 def model_facts(name: str, path: Path) -> dict[str, Any]:
@@ -27,11 +28,8 @@ def model_facts(name: str, path: Path) -> dict[str, Any]:
         metadata, settings = file.metadata, file.config()
     model = load_model(path)
     config = model.config
-    cache = model.create_kv_cache()
-    model(mx.array([[0]]), cache=cache)  # the cache then has the dtype that is used
-    stored = cache[0].keys
-    assert stored is not None
-    per_token = 2 * config.layers * config.kv_heads * config.head_dim
+    dtype = model.kv_dtype()
+    per_token = config.layers * config.kv_shape(dtype.size).row_bytes()
     facts: dict[str, Any] = {"model": name, "path": str(path)}
     if metadata.get("general.name"):
         facts["name"] = metadata["general.name"]
@@ -41,9 +39,9 @@ def model_facts(name: str, path: Path) -> dict[str, Any]:
         "architecture": config.model_type,
         "parameters": count_parameters(model),
         "stored_as": _stored_as(settings, metadata),
-        "computed_in": _computed_in(model, stored.dtype),
+        "computed_in": _computed_in(model, dtype),
         "weight_bytes": sum(
-            array.nbytes for module in _layers_of(model) for array in _arrays_of(module)
+            array.nbytes for module in layers_of(model) for array in _arrays_of(module)
         ),
         "layers": config.layers,
         "hidden_size": config.hidden_size,
@@ -55,25 +53,9 @@ def model_facts(name: str, path: Path) -> dict[str, Any]:
         "context": config.context_length,
         "sliding_windows": _windows(config.windows),
         "rope_scaling": _rope_scaling(settings),
-        "kv_bytes_per_token": per_token * stored.dtype.size,
+        "kv_bytes_per_token": per_token,
     }
     return facts | _tokenizer_facts(path)
-
-
-def count_parameters(model: Decoder) -> int:
-    """The numbers that training set: packed or not, a tied matrix once."""
-    count = 0
-    for module in _layers_of(model):
-        if isinstance(module, RMSNorm):
-            count += module.dims
-        else:
-            count += module.outputs * (module.inputs + module.has_bias)
-    return count
-
-
-def _layers_of(model: Decoder) -> list[Linear | RMSNorm]:
-    modules = [module for _, module in model.named_modules()]
-    return [module for module in modules if isinstance(module, (Linear, RMSNorm))]
 
 
 def _arrays_of(module: Linear | RMSNorm) -> list[mx.array]:
@@ -100,7 +82,7 @@ def _stored_as(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
 def _computed_in(model: Decoder, dtype: mx.Dtype) -> str:
     name = str(dtype).removeprefix("mlx.core.")
     packings = Counter(
-        module.packing for module in _layers_of(model) if isinstance(module, Linear)
+        module.packing for module in layers_of(model) if isinstance(module, Linear)
     )
     packed = [
         f"{bits} bits in groups of {size}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from .. import __version__
@@ -105,6 +106,16 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     info.add_argument("--revision", help=_REVISION_HELP)
     info.add_argument("--json", action="store_true", help="write JSON")
+    plan = _command(
+        commands,
+        "plan",
+        "MODEL [options]",
+        "compute what fits into a memory, and how fast it could be",
+        "Compute the memory that a model and its KV caches take, what fits into which "
+        "Mac, and how fast it could be at best, by the roofline model. Nothing is "
+        "measured, and of a repository only config.json is fetched.",
+    )
+    _add_plan(plan)
     return parser
 
 
@@ -145,6 +156,52 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=["4bit", "8bit"],
         help="quantise the weights when they are loaded",
     )
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="smollm2, a Hugging Face repository (owner/name), a folder, a .gguf file, "
+        "or a config.json",
+    )
+    add("--revision", help=_REVISION_HELP)
+    add(
+        "--context",
+        type=_positive,
+        metavar="N",
+        help="tokens per conversation (default: 2048, or the model's context if that "
+        "is less)",
+    )
+    add(
+        "--batch",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="conversations at the same time (default: %(default)s)",
+    )
+    add(
+        "--kv-bits",
+        choices=["16", "8", "4", "all"],
+        default="all",
+        help="bits per cached number (default: %(default)s)",
+    )
+    add(
+        "--weight-bits",
+        type=int,
+        choices=[16, 8, 4],
+        help="bits per weight (default: as stored)",
+    )
+    add(
+        "--memory",
+        type=_size,
+        metavar="SIZE",
+        help="the most that weights and caches may take, such as 24GB (1 GB is 2^30 "
+        "bytes here, as memory is sold)",
+    )
+    add("--device", metavar="NAME", help='an Apple chip, such as "M4 Pro"')
+    add("--json", action="store_true", help="write JSON, with the sources of figures")
 
 
 def _add_generation(parser: argparse.ArgumentParser, new_tokens: int) -> None:
@@ -195,3 +252,14 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return value
+
+
+def _size(text: str) -> int:
+    """Bytes of a size such as 24GB, 1.5 GiB or 512M."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(?:i?B)?", text, re.IGNORECASE)
+    size = 0
+    if found:
+        size = int(float(found[1]) * 1024 ** ("KMGT".index(found[2].upper()) + 1))
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 24GB")
+    return size

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..attention import Attention
-from ..cache import KvCache, NoCache, TinyKvFullCache
+from ..cache import KvCache, NoCache, PagePool, create_kv_cache
 from ..config import ConfigReader
 from ..errors import ParameterError, whole_number
 from ..kernels import Rotation
 from ..layers import Embedding, Linear, RMSNorm, SwiGLU
+from ..memory import KvShape
 from ..rope import Offset, Rope, make_rope
 
 
@@ -41,6 +43,10 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    def kv_shape(self, element_bytes: int) -> KvShape:
+        """What a token leaves in the caches."""
+        return KvShape(self.windows, self.kv_heads, self.head_dim, element_bytes)
 
     @property
     def context_length(self) -> int:
@@ -205,23 +211,55 @@ class Decoder(nn.Module):
         x = self.norm(_keep(x, logits_to_keep))
         return self.embed_tokens(x) if self.config.tied else self.lm_head(x)
 
-    def create_kv_cache(
-        self, kind: str = "dense", *, reserve: int = 0
-    ) -> list[TinyKvFullCache]:
-        """One cache entry per layer. reserve: tokens to make room for at once.
+    def create_kv_cache(self, kind: str = "dense", **options: Any) -> list[KvCache]:
+        """One cache entry per layer, of a kind with its options:
 
-        Raises ParameterError for an unknown kind, or a reserve that is no whole number
-        within the context.
+        "dense": everything, whatever the windows; reserve= tokens to make room for.
+        "quantized": as dense, packed; bits=8 (or 4), group_size=64 (or 32), reserve=.
+        "rotating": layers with a sliding window hold that, others everything; window=
+        bounds those too (their output changes beyond it), but for the first keep=
+        tokens; bits=, group_size=, reserve=.
+        "paged": pool= of create_page_pool, or a pool of its own with its options;
+        reserve= tokens side by side. One request per cache.
+
+        Raises ParameterError for an unknown kind or option, and for what the model's
+        layers do not allow, naming them.
         """
-        reserve = whole_number("reserve", reserve, least=0)
+        reserve = whole_number("reserve", options.get("reserve", 0), least=0)
         if reserve > self.config.context_length + 1:
             raise ParameterError(
                 f"reserve is {reserve}, but the model's context is "
                 f"{self.config.context_length} tokens"
             )
-        if kind != "dense":
-            raise ParameterError(f"unknown cache kind {kind!r}; there is 'dense'")
-        return [TinyKvFullCache(reserve) for _ in self.layers]
+        dtype = self.kv_dtype()
+        return create_kv_cache(kind, self.config.kv_shape(dtype.size), dtype, options)
+
+    def create_page_pool(self, **options: Any) -> PagePool:
+        """The pages that many requests share; the options are PagePool's.
+
+        pool = model.create_page_pool(tokens=8192, page_size=64), then
+        model.create_kv_cache("paged", pool=pool) for each request.
+        """
+        dtype = self.kv_dtype()
+        return PagePool(self.config.kv_shape(dtype.size), dtype, **options)
+
+    def kv_dtype(self) -> mx.Dtype:
+        """The dtype of keys and values: found by building, not running, a layer."""
+        probe = _Probe()
+        x = self.embed_tokens.look_up(mx.array([[0]]))
+        self.layers[0](x, self.config.rope.rotation(0, 1, 1), probe)
+        return probe.dtype
+
+
+class _Probe(NoCache):
+    """Notes the dtype of the keys that come by."""
+
+    dtype = mx.float32
+
+    def attend(self, q: mx.array, k: mx.array, v: mx.array, **_: Any) -> mx.array:
+        """The queries, in the place of what attention would return."""
+        self.dtype = k.dtype
+        return q
 
 
 def _keep(x: mx.array, wanted: int | mx.array | None) -> mx.array:

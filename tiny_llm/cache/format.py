@@ -1,0 +1,86 @@
+"""How a row of numbers is stored: as it is, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..kernels import (
+    PackedRows,
+    attention,
+    dequantize_rows,
+    quantize_rows,
+    quantized_attention,
+)
+from ..memory import GROUP_SIZE, check_packing
+
+# The arrays of a row: (numbers,), or (words, scales, biases); tokens are on axis -2.
+Rows = tuple[mx.array, ...]
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """bits None: rows of numbers; 8 or 4: MLX's affine groups, each row by itself.
+
+    A token is packed as it is written and read packed from then on, by its own query
+    too. So what a query sees does not depend on chunks, pages or rewinding.
+    """
+
+    bits: int | None = None
+    group_size: int = GROUP_SIZE
+
+    def check(self, head_dim: int) -> None:
+        """Raise ParameterError if heads of so many numbers cannot be stored so."""
+        if self.bits is not None:
+            check_packing(self.bits, self.group_size, head_dim)
+
+    def encode(self, x: mx.array) -> Rows:
+        """x [..., S, D] as it is stored."""
+        if self.bits is None:
+            return (x,)
+        return quantize_rows(x, self.group_size, self.bits)
+
+    def decode(self, rows: Rows) -> mx.array:
+        """What was stored, [..., S, D]; packed numbers come back rounded."""
+        if self.bits is None:
+            return rows[0]
+        return dequantize_rows(PackedRows(*rows), self.group_size, self.bits)
+
+    def attend(
+        self,
+        q: mx.array,
+        keys: Sequence[Rows],
+        values: Sequence[Rows],
+        *,
+        scale: float,
+        window: int | None = None,
+        keep: int = 0,
+        softcap: float | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """kernels.attention over stored pieces [B, Hkv, S, ...] of keys and values."""
+        if self.bits is None:
+            return attention(
+                q,
+                [rows[0] for rows in keys],
+                [rows[0] for rows in values],
+                scale=scale,
+                window=window,
+                keep=keep,
+                softcap=softcap,
+                sinks=sinks,
+            )
+        return quantized_attention(
+            q,
+            [PackedRows(*rows) for rows in keys],
+            [PackedRows(*rows) for rows in values],
+            group_size=self.group_size,
+            bits=self.bits,
+            scale=scale,
+            window=window,
+            keep=keep,
+            softcap=softcap,
+            sinks=sinks,
+        )

@@ -1,0 +1,177 @@
+"""The memory that all paged requests share: one array per layer, cut into pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..errors import OutOfPagesError, ParameterError, whole_number
+from ..memory import GROUP_SIZE, PAGE_SIZE, KvShape, largest, page_count
+from .format import KvFormat, Rows
+from .pages import PageAllocator
+
+Slots = tuple[int, int]  # neighbouring rows of the pool, start to stop
+
+
+class PagePool:
+    """Pages of `page_size` tokens for every layer of a model, allocated once.
+
+    Per layer one array [2 * Hkv, slots, ...] in a format, the heads of K and then those
+    of V; page p is the slots p * page_size and on. Layers of the same window form a
+    group: they share page numbers, and a request has one list of pages for each group.
+    A model whose layers are alike has one group.
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        dtype: mx.Dtype,
+        *,
+        tokens: int | None = None,
+        memory: int | None = None,
+        page_size: int = PAGE_SIZE,
+        bits: int | None = None,
+        group_size: int = GROUP_SIZE,
+        max_requests: int | None = None,
+        max_append: int = 2048,
+    ) -> None:
+        """The size: room for `tokens` tokens, or at most `memory` bytes.
+
+        bits, group_size: packed as QuantizedKvCache does. max_requests: so many
+        requests at once, appending max_append tokens at most, bound the pages of
+        layers with a window; without it they get as many as the others.
+        Raises ParameterError.
+        """
+        self.shape, self.dtype = shape, dtype
+        self.page_size = whole_number("page_size", page_size, least=1)
+        self.format = KvFormat(bits, group_size)
+        self.format.check(shape.head_dim)
+        if max_requests is not None:
+            whole_number("max_requests", max_requests, least=1)
+        whole_number("max_append", max_append, least=1)
+        if (tokens is None) == (memory is None):
+            raise ParameterError("give the pool's size as one of tokens= and memory=")
+        self.windows = sorted(set(shape.windows), key=lambda w: (w is not None, w or 0))
+        self.group_of = [self.windows.index(window) for window in shape.windows]
+        page_bytes = self.page_size * shape.row_bytes(bits, group_size)
+        layers = [self.group_of.count(group) for group in range(len(self.windows))]
+
+        def counts(pages: int) -> list[int]:
+            """Pages of each group, `pages` of them where nothing bounds them."""
+            counted = []
+            for window in self.windows:
+                most = pages
+                if window is not None and max_requests is not None:
+                    each = page_count(1 << 60, self.page_size, window, max_append)
+                    most = min(pages, each * max_requests)
+                counted.append(most)
+            return counted
+
+        def cost(pages: int) -> int:
+            pairs = zip(counts(pages), layers, strict=True)
+            return sum(n * layer * page_bytes for n, layer in pairs)
+
+        if tokens is not None:
+            pages = page_count(whole_number("tokens", tokens, least=1), self.page_size)
+        else:
+            limit = whole_number("memory", memory, least=1)
+            pages = largest(limit, cost)
+            if pages < 1:
+                raise ParameterError(
+                    f"memory is {limit} bytes, but a page of {self.page_size} tokens "
+                    f"takes {cost(1)}"
+                )
+            if pages >= 1 << 40:
+                raise ParameterError(
+                    f"all layers have windows: {max_requests} requests take "
+                    f"{cost(pages)} bytes at most, fewer than {limit}; give tokens="
+                )
+        self.allocators = [PageAllocator(count) for count in counts(pages)]
+        sample = self.format.encode(mx.zeros((1, shape.head_dim), dtype=dtype))
+        self.rows: list[Rows] = [
+            tuple(
+                mx.zeros(
+                    (2 * shape.kv_heads, self._slots(group), part.shape[-1]),
+                    dtype=part.dtype,
+                )
+                for part in sample
+            )
+            for group in self.group_of
+        ]
+        mx.eval(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, free ones included; fixed."""
+        return sum(array.nbytes for rows in self.rows for array in rows)
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages that somebody holds, over all groups."""
+        return sum(a.count - a.free for a in self.allocators)
+
+    @property
+    def tokens_free(self) -> int:
+        """Tokens that a new request could append now, at most, without windows."""
+        return min(a.free for a in self.allocators) * self.page_size
+
+    def write(
+        self, layer: int, slots: Sequence[Slots], k: mx.array, v: mx.array
+    ) -> None:
+        """Store k and v [Hkv, S, D] of one layer into S slots, in place."""
+        self.write_rows(
+            layer, slots, self.format.encode(mx.concatenate([k, v], axis=0))
+        )
+
+    def write_rows(self, layer: int, slots: Sequence[Slots], rows: Rows) -> None:
+        """Store rows [2 * Hkv, S, ...] in the pool's format into S slots."""
+        for array, part in zip(self.rows[layer], rows, strict=True):
+            if len(slots) == 1:
+                start, stop = slots[0]
+                array[:, start:stop] = part
+            else:
+                array[:, _indices(slots)] = part
+
+    def read(self, layer: int, slots: Slots) -> tuple[Rows, Rows]:
+        """K and V [1, Hkv, S, ...] of neighbouring slots, as views."""
+        heads, (start, stop) = self.shape.kv_heads, slots
+        rows = self.rows[layer]
+        keys = tuple(array[None, :heads, start:stop] for array in rows)
+        values = tuple(array[None, heads:, start:stop] for array in rows)
+        return keys, values
+
+    def copy_page(self, group: int, source: int, target: int) -> None:
+        """Copy what one page holds to another, in all layers of a group."""
+        size = self.page_size
+        layers = [layer for layer, own in enumerate(self.group_of) if own == group]
+        arrays = [array for layer in layers for array in self.rows[layer]]
+        first, last = source * size, (source + 1) * size
+        pages = [mx.contiguous(array[:, first:last]) for array in arrays]
+        # a copy still to be made would hold the whole array, and the write copy it
+        mx.eval(pages)
+        for array, page in zip(arrays, pages, strict=True):
+            array[:, target * size : (target + 1) * size] = page
+
+    def refuse(self, group: int, needed: int, free: int) -> None:
+        """Raise OutOfPagesError: the numbers, and what would help."""
+        window = self.windows[group]
+        where = "" if len(self.windows) == 1 else f" of the layers with window {window}"
+        total = self.allocators[group].count
+        raise OutOfPagesError(
+            f"{needed} more pages of {self.page_size} tokens are needed, but of the "
+            f"pool's {total} pages{where} {free} are free; free other requests, or "
+            f"make a larger pool"
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books of all groups agree."""
+        for allocator in self.allocators:
+            allocator.check()
+
+    def _slots(self, group: int) -> int:
+        return self.allocators[group].count * self.page_size
+
+
+def _indices(slots: Sequence[Slots]) -> mx.array:
+    return mx.concatenate([mx.arange(start, stop) for start, stop in slots])
