@@ -13,9 +13,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .attention import attention, causal_mask
+from .elementwise import attention_weights
 from .runtime import on_gpu
 
-# For so few queries the packed product beats unpacking all keys (Metal).
+# For so few queries the packed form is multiplied; for more, it is unpacked once.
 _FEW = 8
 
 
@@ -50,13 +51,9 @@ def quantized_attention(
     softcap: float | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """As `attention`, over packed pieces [B, Hkv, S, ...] of keys and values.
-
-    On Metal few queries multiply the packed form, else the rows are unpacked: MLX's
-    packed products are slower than that on the CPU.
-    """
-    length = q.shape[2]
-    if not on_gpu() or length > _FEW or len(k) > 1:
+    """As `attention`, over packed pieces [B, Hkv, S, ...] of keys and values."""
+    length, context = q.shape[2], sum(rows.words.shape[2] for rows in k)
+    if length > _FEW:
         return attention(
             q,
             [dequantize_rows(rows, group_size, bits) for rows in k],
@@ -67,43 +64,84 @@ def quantized_attention(
             softcap=softcap,
             sinks=sinks,
         )
-    return _attend_packed(
-        q, k[0], v[0], group_size, bits, scale, window, keep, softcap, sinks
-    )
-
-
-def _attend_packed(
-    q: mx.array,
-    k: PackedRows,
-    v: PackedRows,
-    group_size: int,
-    bits: int,
-    scale: float,
-    window: int | None,
-    keep: int,
-    softcap: float | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    batch, heads, length, dim = q.shape
-    kv_heads, context = k.words.shape[1:3]
-    groups = heads // kv_heads
-    rows = (q * scale).reshape(batch, kv_heads, groups * length, dim)
-    scores = mx.quantized_matmul(
-        rows, *k, transpose=True, group_size=group_size, bits=bits
-    ).astype(mx.float32)
+    if window is not None and window >= context:
+        window = None
+    if window is not None and length == 1 and keep == 0 and len(k) == 1:
+        k, v = [_newest(k[0], window)], [_newest(v[0], window)]
+        context, window = window, None
+    batch, heads, _, dim = q.shape
+    kv_heads = k[0].words.shape[1]
+    # the query heads of a KV head are rows of one product
+    rows = (q * scale).reshape(batch, kv_heads, -1, dim)
+    parts = [_times_keys(rows, piece, group_size, bits) for piece in k]
+    scores = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    scores = scores.astype(mx.float32)
     if softcap is not None:
         scores = mx.tanh(scores / softcap) * softcap
-    split = scores.reshape(batch, heads, length, context)
     if length > 1 or window is not None:
-        mask = causal_mask(length, context, window, keep)
-        split = mx.where(mask, split, -mx.inf)
-    if sinks is not None:  # one more key, whose value is nothing
-        sink = sinks.astype(mx.float32)[None, :, None, None]
-        sink = mx.broadcast_to(sink, (batch, heads, length, 1))
-        split = mx.concatenate([sink, split], axis=-1)
-    weights = mx.softmax(split, axis=-1)[..., -context:]
-    weights = weights.reshape(scores.shape).astype(v.scales.dtype)
-    out = mx.quantized_matmul(
-        weights, *v, transpose=False, group_size=group_size, bits=bits
-    )
-    return out.reshape(batch, heads, length, dim)
+        mask = mx.where(causal_mask(length, context, window, keep), 0.0, -mx.inf)
+        split = scores.reshape(batch, heads, length, context) + mask
+        scores = split.reshape(scores.shape)
+    if sinks is not None:  # a key more, whose value is nothing
+        sink = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, -1), length, axis=1)
+        sink = mx.broadcast_to(sink[None, :, :, None], (*scores.shape[:3], 1))
+        scores = mx.concatenate([scores, sink], axis=-1)
+    weights, total = attention_weights(scores)
+    out, start = mx.array(0.0), 0
+    for piece in v:
+        stop = start + piece.words.shape[2]
+        part = weights[..., start:stop].astype(q.dtype)
+        out, start = out + _times_values(part, piece, group_size, bits), stop
+    if total is not None:
+        out = out / total
+    return out.astype(q.dtype).reshape(batch, heads, length, -1)
+
+
+def _newest(rows: PackedRows, n: int) -> PackedRows:
+    return PackedRows(*(part[:, :, -n:] for part in rows))
+
+
+def _times_keys(x: mx.array, rows: PackedRows, group_size: int, bits: int) -> mx.array:
+    """x [..., R, D] times the transpose of rows [..., S, D]: [..., R, S]."""
+    if on_gpu():
+        return mx.quantized_matmul(
+            x, *rows, transpose=True, group_size=group_size, bits=bits
+        )
+    if rows.scales.shape[-1] > 1:
+        return x @ dequantize_rows(rows, group_size, bits).swapaxes(-1, -2)
+    planes, x = _planes(rows, bits), x.astype(mx.float32)
+    step = len(planes)
+    codes = x[..., 0::step] @ planes[0].swapaxes(-1, -2)
+    for place in range(1, step):
+        codes = codes + x[..., place::step] @ planes[place].swapaxes(-1, -2)
+    ones = mx.sum(x, axis=-1, keepdims=True)
+    return codes * rows.scales.swapaxes(-1, -2) + ones * rows.biases.swapaxes(-1, -2)
+
+
+def _times_values(
+    x: mx.array, rows: PackedRows, group_size: int, bits: int
+) -> mx.array:
+    """x [..., R, S] times rows [..., S, D]: [..., R, D]."""
+    if on_gpu():
+        return mx.quantized_matmul(
+            x, *rows, transpose=False, group_size=group_size, bits=bits
+        )
+    if rows.scales.shape[-1] > 1:
+        return x @ dequantize_rows(rows, group_size, bits)
+    x = x.astype(mx.float32)
+    scaled = x * rows.scales.swapaxes(-1, -2)
+    columns = mx.stack([scaled @ plane for plane in _planes(rows, bits)], axis=-1)
+    return columns.reshape(*x.shape[:-1], -1) + x @ rows.biases
+
+
+def _planes(rows: PackedRows, bits: int) -> list[mx.array]:
+    """The codes as numbers: every n-th column of D in a plane of its own, n = 8 / bits.
+
+    With one group per row, scales and biases may be applied to the scores instead of
+    to the numbers. That and no shuffling make this 2 to 4 times as fast on the CPU as
+    unpacking (MLX's packed products are slower still).
+    """
+    codes = mx.view(rows.words, mx.uint8)  # little-endian: the first code is lowest
+    if bits == 8:
+        return [codes.astype(mx.float32)]
+    return [(codes & 15).astype(mx.float32), (codes >> 4).astype(mx.float32)]

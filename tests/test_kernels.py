@@ -12,7 +12,7 @@ from tiny_llm import kernels
 from tiny_llm.kernels import elementwise
 
 
-def reference(q, k, v, scale, window=None, softcap=None, sinks=None):
+def reference(q, k, v, scale, window=None, keep=0, softcap=None, sinks=None):
     """Attention by its definition, in float64, query by query."""
     q, k, v = (np.array(a.astype(mx.float32), dtype=np.float64) for a in (q, k, v))
     batch, heads, length, _ = q.shape
@@ -21,7 +21,8 @@ def reference(q, k, v, scale, window=None, softcap=None, sinks=None):
     for b, h, i in np.ndindex(batch, heads, length):
         last = context - length + i
         first = 0 if window is None else max(0, last - window + 1)
-        keys = k[b, h // group, first : last + 1]
+        seen = [j for j in range(last + 1) if j >= first or j < keep]
+        keys = k[b, h // group, seen]
         scores = keys @ q[b, h, i] * scale
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
@@ -30,7 +31,7 @@ def reference(q, k, v, scale, window=None, softcap=None, sinks=None):
         total = weights.sum()
         if sinks is not None:
             total += np.exp(float(sinks[h]) - top)
-        out[b, h, i] = weights @ v[b, h // group, first : last + 1] / total
+        out[b, h, i] = weights @ v[b, h // group, seen] / total
     return out
 
 
@@ -53,6 +54,7 @@ SHAPES = [
         {"window": 1},
         {"window": 16},
         {"window": 1000},
+        {"window": 16, "keep": 3},
         {"softcap": 2.0},
         {"sinks": True},
         {"window": 16, "softcap": 2.0, "sinks": True},
@@ -87,6 +89,31 @@ def test_the_metal_path_computes_the_same(shape, window, monkeypatch):
         patch.setattr(module, "on_gpu", lambda: True)
         metal = kernels.attention(q, k, v, scale=0.3, window=window)
     assert mx.abs(ours - metal).max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [1, 3, 20])
+@pytest.mark.parametrize("options", [{}, {"window": 16}, {"sinks": True}])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_keys_in_pieces_are_keys(length, options, gpu, monkeypatch):
+    q, k, v = (
+        mx.random.normal((1, h, n, 16)) for h, n in ((9, length), (3, 90), (3, 90))
+    )
+    if options.pop("sinks", False):
+        options = {"sinks": mx.random.normal((9,))}
+    monkeypatch.setattr(
+        sys.modules["tiny_llm.kernels.attention"], "on_gpu", lambda: gpu
+    )
+    whole = kernels.attention(q, k, v, scale=0.3, **options)
+    borders = (0, 1, 40, 64, 90)
+    pieces = [slice(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    found = kernels.attention(
+        q,
+        [k[:, :, piece] for piece in pieces],
+        [v[:, :, piece] for piece in pieces],
+        scale=0.3,
+        **options,
+    )
+    assert np.abs(np.array(found) - np.array(whole)).max() < 1e-5
 
 
 def test_a_window_of_w_sees_exactly_w_keys():
