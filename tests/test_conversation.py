@@ -1,5 +1,5 @@
 import pytest
-from oracle import DATA
+from oracle import DATA, random_model
 
 import tiny_llm
 from tiny_llm.conversation import Conversation
@@ -79,3 +79,34 @@ def test_an_interrupt_between_two_layers_is_repaired(loaded):
     assert len(offsets) == 1
     answer = "".join(chat._open)
     assert answer == fresh(loaded, chat.messages, 5).text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dense", {"reserve": 200}),
+        ("rotating", {}),
+        ("paged", {"tokens": 512, "page_size": 4}),
+    ],
+)
+def test_turns_over_any_cache_answer_as_fresh_runs(loaded, kind, options):
+    model = random_model("mistral_swa", sliding_window=8, vocab_size=384)
+    chat = Conversation(
+        model,
+        loaded.tokenizer,
+        create_cache=lambda: model.create_kv_cache(kind, **options),
+    )
+
+    def answer(question):
+        pieces = list(chat.ask(question, max_new_tokens=10))
+        expected = fresh((model, loaded.tokenizer), chat.messages, 10)
+        assert "".join(pieces) == expected.text
+        return chat.reused
+
+    assert answer("Hello there, this is a long first question " * 4) == 0
+    assert answer("What now?") > 100
+    if kind == "paged":  # its pages are small: the window has passed the beginning
+        chat.messages[0]["content"] = "Hello there, and now for something else"
+        assert answer("And then?") == 0
+    chat.reset()
+    assert answer("Hello") == 0
