@@ -10,11 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import oracle
 import pytest
 
 import tiny_llm
-from tiny_llm import blas, default_model
-from tiny_llm.cli import main
+from tiny_llm import blas, default_model, loader
+from tiny_llm.cli import main, options
 from tiny_llm.conversation import Conversation
 from tiny_llm.text import TextStream
 
@@ -702,7 +703,9 @@ def test_info_tells_which_blas_is_used_and_how_fast(run, monkeypatch):
 # --- the program
 
 
-@pytest.mark.parametrize("arguments", [[], ["generate"], ["chat"], ["info"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["generate"], ["chat"], ["info"], ["cache"], ["cache", "make"]]
+)
 def test_help_imports_nothing_slow(arguments):
     code = (
         "import sys; from tiny_llm.cli import main\n"
@@ -726,3 +729,29 @@ def test_it_runs_as_a_module(tiny):
 
 def test_the_version_is_the_packages(run):
     assert run("--version")[:2] == (0, f"tiny-llm {tiny_llm.__version__}\n")
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_kv_bits_pack_the_cache_of_generate_and_chat(run, tmp_path, bits):
+    model = oracle.random_model("llama_llama3rope_bias", head_dim=64)
+    tokenizer = tiny_llm.load_tokenizer(TINY)
+    cache = model.create_kv_cache("quantized", bits=int(bits))
+    expected = tiny_llm.generate(
+        model, tokenizer, HELLO, cache=cache, max_new_tokens=30
+    )
+    plain = tiny_llm.generate(model, tokenizer, HELLO, max_new_tokens=30)
+    loaded = loader.Loaded(model, tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "load", lambda *_, **__: loaded)
+        options_given = ("--max-new-tokens", "30", "--kv-bits", bits)
+        status, out, _ = run("generate", "Hello", *options_given)
+        assert (status, out) == (0, expected.text + "\n")
+        status, out, _ = run("chat", *options_given, stdin=b"Hello\n")
+        assert (status, out) == (0, expected.text + "\n")
+    assert bits == "8" or expected.text != plain.text
+
+
+def test_kv_bits_that_the_heads_do_not_allow_are_refused(run):
+    status, _, err = run("generate", "Hello", "--model", TINY, "--kv-bits", "8")
+    assert status == 1
+    assert "a head of 16 numbers cannot be packed in groups of 32" in err

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -105,7 +106,7 @@ def test_keys_in_pieces_are_keys(length, options, gpu, monkeypatch):
     )
     whole = kernels.attention(q, k, v, scale=0.3, **options)
     borders = (0, 1, 40, 64, 90)
-    pieces = [slice(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [slice(a, b) for a, b in pairwise(borders)]
     found = kernels.attention(
         q,
         [k[:, :, piece] for piece in pieces],

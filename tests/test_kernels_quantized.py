@@ -1,4 +1,5 @@
 import sys
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -60,7 +61,7 @@ def test_packed_keys_in_pieces_are_keys(length, gpu, monkeypatch):
     packed = {"group_size": 64, "bits": 4}
 
     def attend(borders):
-        pieces = [slice(a, b) for a, b in zip(borders, borders[1:], strict=False)]
+        pieces = [slice(a, b) for a, b in pairwise(borders)]
         return kernels.quantized_attention(
             q,
             [pack(k[:, :, piece], 64, 4) for piece in pieces],

@@ -24,7 +24,7 @@ LAYERS = [
         *("chat_template", "detokenizer", "gguf_pretokenizers", "gguf_tokenizer"),
         *("folder_tokenizer", "tokenizer"),
     },
-    {"loader", "generation"},
+    {"loader", "generation", "tensor_file", "cache_facts", "cache_file"},
     {"text"},
     {"conversation"},
     {"cli"},

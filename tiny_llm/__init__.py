@@ -9,6 +9,7 @@ blas.preload()  # before the first import of mlx.core: see blas.py
 
 if TYPE_CHECKING:
     from .cache import TinyKvFullCache
+    from .cache_file import load_kv_cache, save_kv_cache
     from .conversation import Conversation
     from .errors import TinyLLMError
     from .generation import stream_generate
@@ -27,9 +28,11 @@ _HOME = {
     "Tokenizer": "tokenizer",
     "generate": "text",
     "load": "loader",
+    "load_kv_cache": "cache_file",
     "load_model": "loader",
     "load_tokenizer": "loader",
     "make_sampler": "sampling",
+    "save_kv_cache": "cache_file",
     "stream_generate": "generation",
     "stream_text": "text",
 }
@@ -42,9 +45,11 @@ __all__ = [
     "Tokenizer",
     "generate",
     "load",
+    "load_kv_cache",
     "load_model",
     "load_tokenizer",
     "make_sampler",
+    "save_kv_cache",
     "stream_generate",
     "stream_text",
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .cache import rewind
+from .cache import KvCache, rewind
 from .errors import ParameterError, PromptError
 from .models import Decoder
 from .progress import Progress
@@ -19,7 +19,8 @@ class Conversation:
 
     Each turn renders the whole conversation, keeps the cache as far as the token ids
     agree, rewinds the rest (templates may change earlier turns) and computes what is
-    new. The answers are those of a fresh run over the whole conversation.
+    new; all of it where a window has passed what would be needed. The answers are those
+    of a fresh run over the whole conversation.
     """
 
     def __init__(
@@ -29,9 +30,15 @@ class Conversation:
         *,
         system: str | None = None,
         template_options: Mapping[str, Any] | None = None,
+        create_cache: Callable[[], Sequence[KvCache]] | None = None,
     ) -> None:
-        """system: the first message, of role "system"."""
+        """system: the first message, of role "system".
+
+        create_cache: makes an empty cache, as `model.create_kv_cache` (the default)
+        or `lambda: model.create_kv_cache("quantized", bits=8)`.
+        """
         self.model, self.tokenizer = model, tokenizer
+        self.create_cache = create_cache or model.create_kv_cache
         self.template_options = dict(template_options or {})
         self.system = system
         self.reset()
@@ -41,7 +48,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
-        self._cache = self.model.create_kv_cache()
+        self._cache = self.create_cache()
         self._cached: list[int] = []
         self._open: TextStream | None = None
         self._prompt: list[int] = []
@@ -66,7 +73,7 @@ class Conversation:
         self._finish_turn()
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self.tokenizer.encode_chat(messages, **self.template_options)
-        keep = _common(ids, self._cached)
+        keep = common_beginning(ids, self._cached)
         keep = min(keep, len(ids) - 1)  # the last token's logits are needed
         if len(ids) > self.model.config.context_length:
             raise PromptError(
@@ -111,7 +118,7 @@ class Conversation:
         return length
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
     """The length of the common beginning."""
     for position, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:

@@ -6,7 +6,8 @@
         CorruptFileError        a file is not what its name says, or is cut short
         UnsupportedModelError   an architecture, setting or format we don't implement
         WeightsError            a weight is missing, unused, or has the wrong shape
-        CacheFileError          a saved cache is of another model, kind or version
+        CacheFileError          a saved cache is of another model, kind or version, or
+                                cannot be written
       TokenizerError            no tokenizer, or one we cannot use
         ChatTemplateError       no chat template, or the template refused the messages
       ParameterError            an argument's value cannot be used (also a ValueError)
@@ -44,7 +45,7 @@ class WeightsError(LoadError):
 
 
 class CacheFileError(LoadError):
-    """A saved cache is of another model, kind or version than what is needed."""
+    """A saved cache is not of the model, kind or version needed; or not writable."""
 
 
 class TokenizerError(TinyLLMError):

@@ -8,6 +8,7 @@ the granules in which it allocates; the caches use these very functions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class KvShape:
     head_dim: int
     element_bytes: int
 
-    def row_bytes(self, bits: int | None = None, group_size: int = GROUP_SIZE) -> int:
+    def row_bytes(self, bits: int | None = None, group_size: int | None = None) -> int:
         """Bytes of K and V of one token in one layer, all heads.
 
         Raises ParameterError for a packing that there is not.
@@ -44,8 +45,15 @@ class KvShape:
         numbers = 2 * self.kv_heads * self.head_dim
         if bits is None:
             return numbers * self.element_bytes
+        if group_size is None:
+            group_size = fitting_group_size(self.head_dim)
         check_packing(bits, group_size, self.head_dim)
         return numbers * bits // 8 + 2 * numbers // group_size * self.element_bytes
+
+
+def fitting_group_size(head_dim: int) -> int:
+    """The group size where nobody asks for one: 64, or 32 if heads need that."""
+    return 32 if head_dim % GROUP_SIZE else GROUP_SIZE
 
 
 def check_packing(bits: int, group_size: int, head_dim: int) -> None:
@@ -96,7 +104,7 @@ def kv_cache_bytes(
     tokens: int,
     batch: int = 1,
     bits: int | None = None,
-    group_size: int = GROUP_SIZE,
+    group_size: int | None = None,
     window: int | None = None,
     keep: int = 0,
     page_size: int = PAGE_SIZE,
@@ -129,6 +137,11 @@ def kv_cache_bytes(
         elif window is not None:
             stored += rotating_tokens(tokens, window, keep)
     return batch * stored * shape.row_bytes(bits, group_size)
+
+
+def physical_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def largest(limit: int, cost: Callable[[int], int]) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from .devices import Device
 from .errors import whole_number
-from .memory import GROUP_SIZE, KvShape
+from .memory import KvShape
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DecoderCost:
     kv: KvShape
     read_bytes: int
     kv_bits: int | None = None
-    group_size: int = GROUP_SIZE
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ParameterError
-from ..memory import GROUP_SIZE, PAGE_SIZE, KvShape, check_packing
+from ..memory import PAGE_SIZE, KvShape, check_packing, fitting_group_size
 from .base import KvCache
 from .full import QuantizedKvCache, TinyKvFullCache
 from .paged import paged_cache
@@ -49,10 +49,12 @@ def _quantized(
     dtype: mx.Dtype,
     *,
     bits: int = 8,
-    group_size: int = GROUP_SIZE,
+    group_size: int | None = None,
     reserve: int = 0,
 ) -> list[KvCache]:
     """As dense, packed."""
+    if group_size is None:
+        group_size = fitting_group_size(shape.head_dim)
     check_packing(bits, group_size, shape.head_dim)
     return [QuantizedKvCache(bits, group_size, reserve) for _ in shape.windows]
 
@@ -64,7 +66,7 @@ def _rotating(
     window: int | None = None,
     keep: int = 0,
     bits: int | None = None,
-    group_size: int = GROUP_SIZE,
+    group_size: int | None = None,
     reserve: int = 0,
 ) -> list[KvCache]:
     """Layers with a window of their own hold that; `window` and `keep` bound the rest.
@@ -86,6 +88,8 @@ def _rotating(
             f"window= bounds full-attention layers, but the model has {kinds}, which "
             f"keep their own: leave it out"
         )
+    if group_size is None:
+        group_size = fitting_group_size(shape.head_dim)
     if bits is not None:
         check_packing(bits, group_size, shape.head_dim)
 
@@ -127,7 +131,7 @@ def _paged(
             memory=memory,
             page_size=PAGE_SIZE if page_size is None else page_size,
             bits=bits,
-            group_size=GROUP_SIZE if group_size is None else group_size,
+            group_size=group_size,
             max_requests=1,
         )
     else:

@@ -91,9 +91,11 @@ class PagedKvCache:
         one it is None for one token, else bool [S, n], and yours must be None or
         "causal".
         """
+        length = key.shape[2]
         if self.window is not None:
             refuse_mask(mask)
-        length = key.shape[2]
+            if mask_length not in (None, length):
+                raise ParameterError(f"a mask for {mask_length} of {length} new tokens")
         keys, values = self._append(key, value, self.window)
         decode = self.pool.format.decode
         every_key = mx.concatenate([decode(rows) for rows in keys], axis=2)
@@ -142,6 +144,11 @@ class PagedKvCache:
             )
         start = self.offset
         stop = start + key.shape[2]
+        if start < self.table.dropped[self.group] * self.pool.page_size:
+            raise ParameterError(
+                f"layer {self.layer} was rewound to {start} tokens and its neighbours "
+                f"were not: rewind all layers alike"
+            )
         if stop > start:
             self.table.prepare(start, stop)
             slots = self.table.slots(self.group, start, stop)
@@ -166,8 +173,14 @@ def paged_cache(table: PageTable) -> list[PagedKvCache]:
 def fork(cache: Sequence[PagedKvCache]) -> list[PagedKvCache]:
     """Another request that holds the same tokens in the same pages.
 
-    Nothing is copied but, when either goes on, the page that is not full.
+    Nothing is copied but, when either goes on, the page that is not full. Raises
+    ParameterError for another kind of cache.
     """
+    entries = cache if isinstance(cache, Sequence) else ()
+    if not entries or not all(isinstance(entry, PagedKvCache) for entry in entries):
+        raise ParameterError(
+            f"fork needs the entries of a paged cache, got {cache!r:.80}"
+        )
     return paged_cache(cache[0].table.fork())
 
 

@@ -7,9 +7,18 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import OutOfPagesError, ParameterError, whole_number
-from ..memory import GROUP_SIZE, PAGE_SIZE, KvShape, largest, page_count
+from ..memory import (
+    PAGE_SIZE,
+    KvShape,
+    fitting_group_size,
+    largest,
+    page_count,
+    physical_memory,
+)
 from .format import KvFormat, Rows
 from .pages import PageAllocator
+
+_MOST_PAGES = 1 << 24  # more would only take long to count
 
 Slots = tuple[int, int]  # neighbouring rows of the pool, start to stop
 
@@ -32,7 +41,7 @@ class PagePool:
         memory: int | None = None,
         page_size: int = PAGE_SIZE,
         bits: int | None = None,
-        group_size: int = GROUP_SIZE,
+        group_size: int | None = None,
         max_requests: int | None = None,
         max_append: int = 2048,
     ) -> None:
@@ -44,7 +53,14 @@ class PagePool:
         Raises ParameterError.
         """
         self.shape, self.dtype = shape, dtype
+        if dtype.size != shape.element_bytes:
+            raise ParameterError(
+                f"{dtype} takes {dtype.size} bytes a number, but the shape counts with "
+                f"{shape.element_bytes}"
+            )
         self.page_size = whole_number("page_size", page_size, least=1)
+        if group_size is None:
+            group_size = fitting_group_size(shape.head_dim)
         self.format = KvFormat(bits, group_size)
         self.format.check(shape.head_dim)
         if max_requests is not None:
@@ -82,11 +98,11 @@ class PagePool:
                     f"memory is {limit} bytes, but a page of {self.page_size} tokens "
                     f"takes {cost(1)}"
                 )
-            if pages >= 1 << 40:
-                raise ParameterError(
-                    f"all layers have windows: {max_requests} requests take "
-                    f"{cost(pages)} bytes at most, fewer than {limit}; give tokens="
-                )
+        if cost(pages) > physical_memory() or max(counts(pages)) > _MOST_PAGES:
+            raise ParameterError(
+                f"a pool of {cost(pages)} bytes does not fit into the machine's "
+                f"{physical_memory()}"
+            )
         self.allocators = [PageAllocator(count) for count in counts(pages)]
         sample = self.format.encode(mx.zeros((1, shape.head_dim), dtype=dtype))
         self.rows: list[Rows] = [

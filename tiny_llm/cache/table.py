@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
-from ..errors import ParameterError, whole_number
+from ..errors import OutOfPagesError, ParameterError, whole_number
 from ..memory import SLACK
 from .base import refuse_rewind
 from .pages import PageAllocator
@@ -59,9 +59,16 @@ class PageTable:
         Raises OutOfPagesError, nothing changed.
         """
         group = self.pool.group_of[layer]
+        dropped = self.dropped[group]
         if not self.pages[group]:
             self.dropped[group] = start // self.pool.page_size
-            self._carry_out(group, self._plan(group, start, stop))
+        try:  # (also with pages of a reserve: too few, or shared by a fork)
+            plan = self._plan(group, start, stop)
+        except OutOfPagesError:
+            self.dropped[group] = dropped
+            raise
+        self._carry_out(group, plan)
+        self._runs.clear()
         self.lengths[layer] = stop
 
     def slots(self, group: int, start: int, stop: int) -> list[Slots]:
@@ -135,6 +142,7 @@ class PageTable:
         size = self.pool.page_size
         window, allocator = self.pool.windows[group], self.pool.allocators[group]
         pages, dropped = self.pages[group], self.dropped[group]
+        free = allocator.free  # first: forgotten tables share pages until it is read
         leave, until = 0, stop
         if window is not None:
             behind = min(self.lengths) - window + 1 - SLACK
@@ -142,14 +150,14 @@ class PageTable:
         elif not pages:
             until = max(stop, self.reserve)
         new = max(0, -(-until // size) - dropped - len(pages))
-        first = start // size - dropped
+        first = max(0, start // size - dropped)
         shared = [
             place - leave
             for place in range(first, len(pages))
             if allocator.references[pages[place]] > 1
         ]
         needed = new + len(shared)
-        free = allocator.free + sum(allocator.references[p] == 1 for p in pages[:leave])
+        free += sum(allocator.references[p] == 1 for p in pages[:leave])
         if needed > free:
             self.pool.refuse(group, needed, free)
         return _Plan(leave, shared, new)

@@ -14,7 +14,7 @@ from ..errors import ChatTemplateError, PromptError, TinyLLMError
 from ..progress import Progress
 from ..text import TextStream
 from . import INTERRUPTED
-from .options import check_text, load_from, sampler_of
+from .options import check_text, load_from, packed_cache, sampler_of
 from .output import Shown, show
 
 _HELP = """\
@@ -34,7 +34,12 @@ def run(args: Namespace) -> int:
             f"{args.model!r} has no chat template, so it cannot chat; "
             "`tiny-llm generate` continues a text with it"
         )
-    conversation = Conversation(model, tokenizer, system=system)
+    conversation = Conversation(
+        model,
+        tokenizer,
+        system=system,
+        create_cache=args.kv_bits and (lambda: packed_cache(args, model)),
+    )
 
     def answer(line: str) -> None:
         def start(progress: Progress) -> TextStream:

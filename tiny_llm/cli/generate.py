@@ -5,12 +5,18 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
-from ..errors import ParameterError, PromptError
 from ..progress import Progress
 from ..text import Messages, TextStream, stream_text
-from ..tokenizer import Tokenizer
 from . import INTERRUPTED
-from .options import check_text, load_from, sampler_of
+from .options import (
+    as_messages,
+    check_text,
+    is_chat,
+    load_from,
+    packed_cache,
+    read_stdin,
+    sampler_of,
+)
 from .output import show, statistics
 from .parser import DEFAULT_PROMPT
 
@@ -20,7 +26,10 @@ def run(args: Namespace) -> int:
     sampler = sampler_of(args)  # before the model: it fails in no time
     text = _read_prompt(args.prompt)
     model, tokenizer = load_from(args)
-    prompt = _as_asked(text, args, tokenizer)
+    prompt: str | Messages = text
+    if is_chat(args, tokenizer):
+        system = args.system and check_text(args.system, "--system")
+        prompt = as_messages(text, system)
 
     def start(progress: Progress) -> TextStream:
         return stream_text(
@@ -29,6 +38,7 @@ def run(args: Namespace) -> int:
             prompt,
             max_new_tokens=args.max_new_tokens,
             sampler=sampler,
+            cache=None if args.kv_bits is None else packed_cache(args, model),
             prefill_chunk=args.prefill_chunk,
             progress=progress,
         )
@@ -44,24 +54,4 @@ def _read_prompt(prompt: str | None) -> str:
         return DEFAULT_PROMPT
     if prompt != "-":
         return check_text(prompt, "the prompt")
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"standard input is not UTF-8 text: {error}") from error
-    return text.removesuffix("\n")  # `echo` ends every text with one
-
-
-def _as_asked(text: str, args: Namespace, tokenizer: Tokenizer) -> str | Messages:
-    """The prompt as text to continue, or as the messages of a chat."""
-    if args.raw or not (args.chat or tokenizer.has_chat_template):
-        if args.system is not None:
-            raise ParameterError(
-                f"--system needs a chat, but {args.model!r} has no chat template"
-            )
-        return text
-    messages = [{"role": "user", "content": text}]
-    if args.system is not None:
-        messages.insert(
-            0, {"role": "system", "content": check_text(args.system, "--system")}
-        )
-    return messages
+    return read_stdin().removesuffix("\n")  # `echo` ends every text with one

@@ -1,12 +1,17 @@
-"""From parsed arguments to a model and a sampler: the same for generate and chat."""
+"""From parsed arguments to a model, a sampler and a prompt, alike in all commands."""
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 
-from ..errors import PromptError
+from ..cache import KvCache
+from ..errors import ParameterError, PromptError
 from ..loader import Loaded, load
+from ..models import Decoder
 from ..sampling import Sampler, make_sampler
+from ..text import Messages
+from ..tokenizer import Tokenizer
 
 
 def sampler_of(args: Namespace) -> Sampler:
@@ -30,6 +35,12 @@ def load_from(args: Namespace) -> Loaded:
     )
 
 
+def packed_cache(args: Namespace, model: Decoder) -> list[KvCache]:
+    """An empty cache of --kv-bits; layers with a window hold that alone."""
+    kind = "rotating" if any(model.config.windows) else "quantized"
+    return model.create_kv_cache(kind, bits=args.kv_bits)
+
+
 def check_text(text: str, what: str) -> str:
     """The text, if it is one: bytes that are not UTF-8 arrive as lone surrogates."""
     try:
@@ -37,3 +48,32 @@ def check_text(text: str, what: str) -> str:
     except UnicodeEncodeError as error:
         raise PromptError(f"{what} is not UTF-8 text: {error.reason}") from error
     return text
+
+
+def read_stdin() -> str:
+    """All of standard input. Raises PromptError if it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 text: {error}") from error
+
+
+def is_chat(args: Namespace, tokenizer: Tokenizer) -> bool:
+    """Whether the prompt is a chat message, not a text to continue.
+
+    Raises ParameterError for a system message without a chat.
+    """
+    chat: bool = not args.raw and (args.chat or tokenizer.has_chat_template)
+    if not chat and args.system is not None:
+        raise ParameterError(
+            f"--system needs a chat, but {args.model!r} has no chat template"
+        )
+    return chat
+
+
+def as_messages(text: str, system: str | None) -> Messages:
+    """A user's message, after the system's if there is one."""
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return messages

@@ -1,21 +1,26 @@
-"""The options of every command."""
+"""The commands and their options."""
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 
 from .. import __version__
-
-DEFAULT_MODEL = "smollm2"
-DEFAULT_PROMPT = "Why is the sky blue?"
-
-_MODEL_HELP = (
-    "smollm2, a Hugging Face repository (owner/name, or owner/name:file.gguf), a "
-    "folder, or a .gguf file"
+from .arguments import (
+    MODEL_HELP,
+    REVISION_HELP,
+    add_chat_or_raw,
+    add_command,
+    add_generation,
+    add_kv_bits,
+    add_model,
+    add_prefill_chunk,
+    add_system,
+    positive,
+    size,
 )
-_REVISION_HELP = "branch, tag or commit of the Hugging Face repository"
+
+DEFAULT_PROMPT = "Why is the sky blue?"
 _NEED_TEMPERATURE = ("top_k", "top_p", "min_p", "seed")
 
 
@@ -25,18 +30,39 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser: argparse.ArgumentParser = args.parser  # of the command: it shows its usage
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
-    if args.command in ("generate", "chat") and 0 <= args.temperature < 1e-4:
+    if "temperature" in args and 0 <= args.temperature < 1e-4:
         idle = [name for name in _NEED_TEMPERATURE if getattr(args, name) is not None]
         if idle:
             option = "--" + idle[0].replace("_", "-")
             parser.error(
                 f"{option} has no effect at temperature 0; add --temperature 1"
             )
-    if args.command == "generate" and args.raw and args.system is not None:
+    if "raw" in args and args.raw and args.system is not None:
         parser.error("--system has no effect with --raw")
     if args.command == "info" and args.model is None and args.revision is not None:
         parser.error("--revision has no effect without MODEL")
+    if args.command == "cache" and args.action == "make":
+        _check_make(args)
     return args
+
+
+def _check_make(args: argparse.Namespace) -> None:
+    """Refuse what `cache make` would have to ignore."""
+    if args.text is None and args.system is None:
+        args.parser.error("TEXT or --system is needed: there is nothing to compute")
+    for option, kinds in (
+        ("kv_bits", ("quantized", "rotating", "paged")),
+        ("window", ("rotating",)),
+        ("keep", ("rotating",)),
+    ):
+        if getattr(args, option) is not None and args.kind not in kinds:
+            name = "--" + option.replace("_", "-")
+            args.parser.error(
+                f"{name} has no effect with --kind {args.kind}, only with "
+                f"--kind {' or '.join(kinds)}"
+            )
+    if args.keep is not None and args.window is None:
+        args.parser.error("--keep has no effect without --window")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", dest="command", required=True
     )
-    generate = _command(
+    generate = add_command(
         commands,
         "generate",
         "[PROMPT] [options]",
@@ -71,21 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PROMPT",
         help=f'the prompt; "-" reads standard input (default: "{DEFAULT_PROMPT}")',
     )
-    _add_model(generate)
-    kind = generate.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--chat",
-        action="store_true",
-        help="the prompt is a chat message (the default if the model has a chat "
-        "template)",
-    )
-    kind.add_argument(
-        "--raw",
-        action="store_true",
-        help="the prompt is a text to be continued",
-    )
-    _add_generation(generate, new_tokens=256)
-    chat = _command(
+    add_model(generate)
+    add_chat_or_raw(generate, "the prompt is")
+    add_system(generate)
+    add_generation(generate, new_tokens=256)
+    add_kv_bits(generate)
+    add_prefill_chunk(generate)
+    chat = add_command(
         commands,
         "chat",
         "[options]",
@@ -93,9 +111,12 @@ def build_parser() -> argparse.ArgumentParser:
         "Talk to a model. Each turn computes only what is new. /help lists what can be "
         "typed; Ctrl-C stops an answer.",
     )
-    _add_model(chat)
-    _add_generation(chat, new_tokens=1024)
-    info = _command(
+    add_model(chat)
+    add_system(chat)
+    add_generation(chat, new_tokens=1024)
+    add_kv_bits(chat)
+    add_prefill_chunk(chat)
+    info = add_command(
         commands,
         "info",
         "[MODEL] [options]",
@@ -103,10 +124,10 @@ def build_parser() -> argparse.ArgumentParser:
         "Show a model's architecture and size, and what this machine computes with. "
         "Without MODEL: the machine alone.",
     )
-    info.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
-    info.add_argument("--revision", help=_REVISION_HELP)
+    info.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    info.add_argument("--revision", help=REVISION_HELP)
     info.add_argument("--json", action="store_true", help="write JSON")
-    plan = _command(
+    plan = add_command(
         commands,
         "plan",
         "MODEL [options]",
@@ -116,46 +137,16 @@ def build_parser() -> argparse.ArgumentParser:
         "measured, and of a repository only config.json is fetched.",
     )
     _add_plan(plan)
+    cache = add_command(
+        commands,
+        "cache",
+        "COMMAND [options]",
+        "keep a computed prompt in a file, and go on from it",
+        "Keep what a model computed for the beginning of a prompt in a file, so that "
+        "prompts which begin so need not compute it again.",
+    )
+    _add_cache(cache)
     return parser
-
-
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    usage: str,
-    summary: str,
-    description: str,
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        prog=f"tiny-llm {name}",
-        usage=f"tiny-llm {name} {usage}",
-        help=summary,
-        description=description,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(parser=parser)
-    return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help=f"{_MODEL_HELP} (default: %(default)s)",
-    )
-    parser.add_argument("--revision", help=_REVISION_HELP)
-    parser.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "float16", "bfloat16"],
-        default="auto",
-        help="how to compute (auto: as stored on Metal, float32 on the CPU)",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=["4bit", "8bit"],
-        help="quantise the weights when they are loaded",
-    )
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -166,17 +157,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="smollm2, a Hugging Face repository (owner/name), a folder, a .gguf file, "
         "or a config.json",
     )
-    add("--revision", help=_REVISION_HELP)
+    add("--revision", help=REVISION_HELP)
     add(
         "--context",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="tokens per conversation (default: 2048, or the model's context if that "
         "is less)",
     )
     add(
         "--batch",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="conversations at the same time (default: %(default)s)",
@@ -195,7 +186,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--memory",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="the most that weights and caches may take, such as 24GB (1 GB is 2^30 "
         "bytes here, as memory is sold)",
@@ -204,62 +195,78 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="write JSON, with the sources of figures")
 
 
-def _add_generation(parser: argparse.ArgumentParser, new_tokens: int) -> None:
-    add = parser.add_argument
-    add("--system", metavar="TEXT", help="the system message of the chat")
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="action", required=True
+    )
+    make = add_command(
+        commands,
+        "cache make",
+        "FILE [TEXT] [options]",
+        "compute the beginning of a prompt and save it",
+        "Compute the beginning of a prompt and save its KV cache in FILE.",
+    )
+    make.add_argument("file", metavar="FILE", help="the file to write")
+    make.add_argument(
+        "text",
+        nargs="?",
+        metavar="TEXT",
+        help='how the prompt begins; "-" reads standard input, all of it, its last '
+        "newline too (default: with the system message alone)",
+    )
+    add_model(make)
+    add_chat_or_raw(make, "TEXT begins")
+    add_system(make)
+    add = make.add_argument
     add(
-        "--max-new-tokens",
-        type=_positive,
-        default=new_tokens,
+        "--kind",
+        choices=["dense", "quantized", "rotating", "paged"],
+        default="dense",
+        help="how the cache is laid out (default: %(default)s)",
+    )
+    add(
+        "--kv-bits",
+        type=int,
+        choices=[8, 4],
+        help="bits per cached number (default: as computed; quantized: 8)",
+    )
+    add(
+        "--window",
+        type=positive,
         metavar="N",
-        help="longest answer, in tokens (default: %(default)s)",
+        help="rotating: full-attention layers see the newest N tokens only",
     )
     add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0: always the likeliest token (the default); 1: as the model has it",
-    )
-    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the likeliest tokens that have the probability P together",
-    )
-    add(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="sample from the tokens at least P times as likely as the likeliest",
-    )
-    add("--seed", type=int, metavar="N", help="sample the same text each time")
-    add(
-        "--prefill-chunk",
-        type=_positive,
-        default=512,
+        "--keep",
+        type=positive,
         metavar="N",
-        help="prompt tokens per forward pass (default: %(default)s)",
+        help="rotating with --window: and the first N tokens",
     )
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return value
-
-
-def _size(text: str) -> int:
-    """Bytes of a size such as 24GB, 1.5 GiB or 512M."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])(?:i?B)?", text, re.IGNORECASE)
-    size = 0
-    if found:
-        size = int(float(found[1]) * 1024 ** ("KMGT".index(found[2].upper()) + 1))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 24GB")
-    return size
+    add_prefill_chunk(make)
+    add("--force", action="store_true", help="replace FILE if it exists")
+    use = add_command(
+        commands,
+        "cache use",
+        "FILE PROMPT [options]",
+        "answer a prompt that begins as saved",
+        "Answer the saved text followed by PROMPT, as `tiny-llm generate` would answer "
+        "both together, computing only what is new.",
+    )
+    use.add_argument("file", metavar="FILE", help="a file of `tiny-llm cache make`")
+    use.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        help='what follows the saved text; "-" reads standard input',
+    )
+    add_model(use, of_file=True)
+    add_generation(use, new_tokens=256)
+    add_prefill_chunk(use)
+    show = add_command(
+        commands,
+        "cache show",
+        "FILE [options]",
+        "show what a file holds",
+        "Show which model a saved cache is for, and what it holds.",
+    )
+    show.add_argument("file", metavar="FILE", help="a saved cache")
+    show.add_argument("--json", action="store_true", help="write JSON")

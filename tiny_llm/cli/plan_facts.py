@@ -18,6 +18,7 @@ from ..memory import (
     KvShape,
     check_packing,
     fits,
+    fitting_group_size,
     kv_cache_bytes,
     largest_batch,
     largest_context,
@@ -149,7 +150,7 @@ def _cases(
     """The cases for --kv-bits, and why there are none that pack (None: there are)."""
     matrices = count_matrices(model)
     heads, not_packed = model.config.heads, None
-    group_size = 64 if shape.head_dim % 64 == 0 else 32
+    group_size = fitting_group_size(shape.head_dim)
     cases = []
     for bits in (16, 8, 4) if asked == "all" else (int(asked),):
         packing: Facts = {}

@@ -215,7 +215,7 @@ class Decoder(nn.Module):
         """One cache entry per layer, of a kind with its options:
 
         "dense": everything, whatever the windows; reserve= tokens to make room for.
-        "quantized": as dense, packed; bits=8 (or 4), group_size=64 (or 32), reserve=.
+        "quantized": as dense, packed; bits=8 (or 4), group_size=64 or 32, reserve=.
         "rotating": layers with a sliding window hold that, others everything; window=
         bounds those too (their output changes beyond it), but for the first keep=
         tokens; bits=, group_size=, reserve=.
