@@ -130,3 +130,45 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ParameterError, match="does not fit"):
         cache.update_and_fetch(random(1, 3, 1, 4), random(1, 3, 1, 4))
     assert cache.offset == 3
+
+
+def caches():
+    from tiny_llm.cache import PagePool, QuantizedKvCache, RotatingKvCache
+    from tiny_llm.cache.paged import paged_cache
+    from tiny_llm.cache.table import PageTable
+    from tiny_llm.memory import KvShape
+
+    pool = PagePool(KvShape((None,), 2, 64, 4), mx.float32, tokens=64)
+    yield TinyKvFullCache()
+    yield QuantizedKvCache()
+    yield RotatingKvCache(8)
+    yield paged_cache(PageTable(pool))[0]
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        ((1, 4, 3, 64), (1, 2, 3), (1, 2, 3, 64), "alike"),
+        ((1, 4, 3, 64), (1, 2, 3, 64), (1, 2, 3), "alike"),
+        ((1, 4, 0, 64), (1, 2, 0, 64), (1, 2, 0, 64), "no tokens to append"),
+        ((1, 4, 2, 64), (1, 2, 3, 64), (1, 2, 3, 64), "queries .1, 4, 2, 64. do not"),
+        ((1, 5, 3, 64), (1, 2, 3, 64), (1, 2, 3, 64), "multiple of the keys' heads"),
+        ((1, 4, 3, 32), (1, 2, 3, 64), (1, 2, 3, 64), "do not fit"),
+        ((4, 3, 64), (1, 2, 3, 64), (1, 2, 3, 64), "do not fit"),
+    ],
+)
+def test_every_layout_refuses_bad_shapes_and_stays_as_it_was(which, q, k, v, message):
+    cache = list(caches())[which]
+    q, k, v = random(*q), random(*k), random(*v)
+    with pytest.raises(ParameterError, match=message):
+        cache.attend(q, k, v, scale=1.0)
+    if "queries" not in message and "fit" not in message and "heads" not in message:
+        with pytest.raises(ParameterError, match=message):
+            cache.update_and_fetch(k, v)
+    with pytest.raises(ParameterError, match=r"cannot rewind 0.5 tokens"):
+        cache.rewind(0.5)
+    assert cache.offset == 0
+    good = random(1, 2, 3, 64)
+    assert cache.attend(random(1, 4, 3, 64), good, good, scale=1.0).shape[2] == 3
+    assert cache.offset == 3

@@ -332,7 +332,7 @@ def test_pages_that_a_fork_still_holds_are_no_room_when_a_window_leaves_them():
     first = new_cache(pool)
     feed(first, 84)
     second = fork(first)
-    before = [list(pages) for pages in first[0].table.pages]
+    before = first[0].table.pages
     with pytest.raises(OutOfPagesError, match=r"1 more pages .* 21 pages 0 are free"):
         feed(first, 1)
     assert first[0].table.pages == second[0].table.pages == before

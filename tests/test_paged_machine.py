@@ -135,7 +135,7 @@ class PagedMachine(RuleBasedStateMachine):
         start = min(request.lengths)
         short = short_of_pages(request, self.alive, start, stop)
         table = request.table
-        before = [list(pages) for pages in table.pages], list(table.dropped)
+        before = table.pages, table.dropped
         lengths = list(table.lengths)
         try:
             call()
@@ -320,7 +320,7 @@ class PagedMachine(RuleBasedStateMachine):
         request.table.free()
         request.stored = Request.empty(self.pool, self.dim).stored
         request.settled, request.waiting = 0, []
-        assert request.table.pages == [[] for _ in self.pool.windows]
+        assert request.table.pages == [() for _ in self.pool.windows]
 
     @rule(number=PICK, even=SOME, following=PICK, n=FEW)
     def drop(self, number, even, following, n):

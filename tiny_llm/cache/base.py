@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, SupportsIndex
 
 import mlx.core as mx
 
@@ -169,21 +169,37 @@ def check_pair(
     key: mx.array,
     value: mx.array,
     stored: tuple[Shape | None, Shape | None],
+    q: mx.array | None = None,
 ) -> None:
     """Raise ParameterError unless key and value [B, Hkv, S, D] belong together.
 
-    stored: (B, Hkv, D) of the keys and of the values that are stored, or None.
+    stored: (B, Hkv, D) of the keys and of the values that are stored, or None. q: their
+    queries [B, H, S, D], if there are any.
     """
-    if key.ndim != 4 or key.shape[:3] != value.shape[:3]:
+    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
         raise ParameterError(
             f"key {key.shape} and value {value.shape} must be [B, Hkv, S, D] alike"
         )
+    if key.shape[2] == 0:
+        raise ParameterError("there are no tokens to append")
     for name, x, shape in zip(("key", "value"), (key, value), stored, strict=True):
         if shape is not None and (*x.shape[:2], x.shape[3]) != shape:
             batch, heads, dim = shape
             raise ParameterError(
                 f"{name} {x.shape} does not fit a cache of [{batch}, {heads}, S, {dim}]"
             )
+    if q is None:
+        return
+    batch, heads, length, dim = key.shape
+    if (
+        q.ndim != 4
+        or (q.shape[0], *q.shape[2:]) != (batch, length, dim)
+        or q.shape[1] % heads
+    ):
+        raise ParameterError(
+            f"queries {q.shape} do not fit keys {key.shape}: [B, H, S, D] with H a "
+            f"multiple of the keys' heads"
+        )
 
 
 def rewind(cache: Sequence[KvCache], length: int) -> None:
@@ -197,15 +213,17 @@ def rewind(cache: Sequence[KvCache], length: int) -> None:
         entry.rewind(entry.offset - length)
 
 
-def refuse_mask(mask: Mask) -> None:
+def refuse_mask(mask: Mask, mask_length: int | None, key: mx.array) -> None:
     """Raise ParameterError for a mask that a windowed layer cannot use."""
     if mask is not None and not (isinstance(mask, str) and mask == "causal"):
         raise ParameterError(
             "a cache with a window makes its own mask: pass None or 'causal'"
         )
+    if key.ndim == 4 and mask_length not in (None, key.shape[2]):
+        raise ParameterError(f"a mask for {mask_length} of {key.shape[2]} new tokens")
 
 
 def refuse_rewind(n: int, offset: int) -> None:
     """Raise ParameterError unless n of offset tokens can be forgotten."""
-    if not 0 <= n <= offset:
+    if not isinstance(n, SupportsIndex) or not 0 <= n <= offset:
         raise ParameterError(f"cannot rewind {n} tokens of a cache that holds {offset}")

@@ -116,6 +116,7 @@ def _paged(
     page_size: int | None = None,
     bits: int | None = None,
     group_size: int | None = None,
+    max_append: int | None = None,
     reserve: int = 0,
 ) -> list[KvCache]:
     """Pages of a pool that others share, or of a pool of its own of so many tokens."""
@@ -133,10 +134,11 @@ def _paged(
             bits=bits,
             group_size=group_size,
             max_requests=1,
+            max_append=2048 if max_append is None else max_append,
         )
     else:
         own = {"tokens": tokens, "memory": memory, "page_size": page_size}
-        own |= {"bits": bits, "group_size": group_size}
+        own |= {"bits": bits, "group_size": group_size, "max_append": max_append}
         given = [name for name, value in own.items() if value is not None]
         if given:
             raise ParameterError(f"{given[0]}= is the pool's own; leave it out")

@@ -25,7 +25,8 @@ class KvFormat:
     """bits None: rows of numbers; 8 or 4: MLX's affine groups, each row by itself.
 
     A token is packed as it is written and read packed from then on, by its own query
-    too. So what a query sees does not depend on chunks, pages or rewinding.
+    too. So which keys are packed does not depend on chunks, pages or rewinding. (A key
+    that differs in its last bit may be packed to the next code, though.)
     """
 
     bits: int | None = None

@@ -60,7 +60,7 @@ class TinyKvFullCache:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Append k and v [B, Hkv, S, D], then attend with q [B, H, S, D]."""
-        end = self._append(k, v)
+        end = self._append(k, v, q)
         return self.format.attend(
             q,
             [self.keys.view(0, end)],
@@ -111,9 +111,9 @@ class TinyKvFullCache:
             self.values.restore(held.values, head_dim, capacity)
         self.offset = held.offset
 
-    def _append(self, key: mx.array, value: mx.array) -> int:
+    def _append(self, key: mx.array, value: mx.array, q: mx.array | None = None) -> int:
         stored = self.keys.shape, self.values.shape
-        check_pair(key, value, stored)
+        check_pair(key, value, stored, q)
         if stored[0] is None:
             self.format.check(key.shape[3])
             self.format.check(value.shape[3])
@@ -128,7 +128,7 @@ class TinyKvFullCache:
 class QuantizedKvCache(TinyKvFullCache):
     """The dense cache with every token packed in MLX's affine groups.
 
-    Each token is packed as it is written, so chunks and rewinding change nothing.
+    Each token is packed as it is written, and read so by its own query too.
     """
 
     def __init__(

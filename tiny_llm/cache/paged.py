@@ -35,7 +35,7 @@ class PagedKvCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that the request holds in this layer, shared ones too."""
-        pages = len(self.table.pages[self.group])
+        pages = len(self.table.held[self.group].pages)
         rows = self.pool.rows[self.layer]
         total = self.pool.allocators[self.group].count
         return sum(array.nbytes for array in rows) // total * pages
@@ -73,7 +73,7 @@ class PagedKvCache:
                 f"the layer sees a window of {window}, but its pages are kept for "
                 f"{self.window} tokens"
             )
-        keys, values = self._append(k, v, window)
+        keys, values = self._append(k, v, window, q)
         return self.pool.format.attend(
             q, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
@@ -89,19 +89,18 @@ class PagedKvCache:
 
         keys and values: [1, Hkv, n, D]. Without a window the mask is handed back; with
         one it is None for one token, else bool [S, n], and yours must be None or
-        "causal".
+        "causal". Whoever keeps what comes back makes the next append copy the pool's
+        array of the layer.
         """
-        length = key.shape[2]
         if self.window is not None:
-            refuse_mask(mask)
-            if mask_length not in (None, length):
-                raise ParameterError(f"a mask for {mask_length} of {length} new tokens")
+            refuse_mask(mask, mask_length, key)
         keys, values = self._append(key, value, self.window)
         decode = self.pool.format.decode
         every_key = mx.concatenate([decode(rows) for rows in keys], axis=2)
         every_value = mx.concatenate([decode(rows) for rows in values], axis=2)
         count = every_key.shape[2]
         if self.window is not None:
+            length = key.shape[2]
             mask = causal_mask(length, count, self.window) if length > 1 else None
         return every_key, every_value, count, mask
 
@@ -115,7 +114,7 @@ class PagedKvCache:
 
     def held(self) -> Held:
         """The tokens in the pages held."""
-        first = self.table.dropped[self.group] * self.pool.page_size
+        first = self.table.held[self.group].dropped * self.pool.page_size
         keys, values = self._read(first)
         return Held(_join(keys), _join(values), self.offset)
 
@@ -132,11 +131,15 @@ class PagedKvCache:
             self.pool.write_rows(self.layer, slots, rows)
 
     def _append(
-        self, key: mx.array, value: mx.array, window: int | None
+        self,
+        key: mx.array,
+        value: mx.array,
+        window: int | None,
+        q: mx.array | None = None,
     ) -> tuple[list[Rows], list[Rows]]:
         """Store the new tokens; returns what they see, in runs."""
         dims = (1, self.pool.shape.kv_heads, self.pool.shape.head_dim)
-        check_pair(key, value, (dims, dims))
+        check_pair(key, value, (dims, dims), q)
         if key.dtype != self.pool.dtype or value.dtype != self.pool.dtype:
             raise ParameterError(
                 f"keys of {key.dtype} and values of {value.dtype} do not fit a pool of "
@@ -144,15 +147,14 @@ class PagedKvCache:
             )
         start = self.offset
         stop = start + key.shape[2]
-        if start < self.table.dropped[self.group] * self.pool.page_size:
+        if start < self.table.held[self.group].dropped * self.pool.page_size:
             raise ParameterError(
                 f"layer {self.layer} was rewound to {start} tokens and its neighbours "
                 f"were not: rewind all layers alike"
             )
-        if stop > start:
-            self.table.prepare(start, stop)
-            slots = self.table.slots(self.group, start, stop)
-            self.pool.write(self.layer, slots, key[0], value[0])
+        self.table.prepare(start, stop)
+        slots = self.table.slots(self.group, start, stop)
+        self.pool.write(self.layer, slots, key[0], value[0])
         self.table.lengths[self.layer] = stop
         return self._read(0 if window is None else max(0, start - window + 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 
 from ..errors import OutOfPagesError
 
@@ -23,7 +24,7 @@ class PageAllocator:
         self._starts = [0] if count else []  # of the free runs, ascending
         self._lengths = {0: count} if count else {}
         self._free = count
-        self._abandoned: deque[list[int]] = deque()
+        self._abandoned: deque[Iterable[int]] = deque()
 
     @property
     def free(self) -> int:
@@ -67,12 +68,29 @@ class PageAllocator:
         if self.references[page] == 0:
             self._give(page)
 
-    def abandon(self, pages: list[int]) -> None:
+    def abandon(self, pages: Iterable[int]) -> None:
         """Release pages before the books are next looked at.
 
         For finalizers, which the garbage collector may call in the middle of our work.
         """
         self._abandoned.append(pages)
+
+    def recount(self, held: Iterable[Iterable[int]]) -> None:
+        """Do the books anew from what each holder has, after work was cut off."""
+        self._abandoned.clear()
+        references = [0] * self.count
+        for pages in held:
+            for page in pages:
+                references[page] += 1
+        free = [page for page, n in enumerate(references) if n == 0]
+        lengths: dict[int, int] = {}
+        start = None
+        for page in free:
+            if start is None or start + lengths[start] != page:
+                start, lengths[page] = page, 0
+            lengths[start] += 1
+        self.references, self._lengths = references, lengths
+        self._starts, self._free = list(lengths), len(free)
 
     def check(self) -> None:
         """Raise AssertionError unless the books agree."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -53,6 +55,7 @@ class PagePool:
         Raises ParameterError.
         """
         self.shape, self.dtype = shape, dtype
+        self.tables: weakref.WeakSet[Any] = weakref.WeakSet()  # PageTables
         if dtype.size != shape.element_bytes:
             raise ParameterError(
                 f"{dtype} takes {dtype.size} bytes a number, but the shape counts with "
@@ -66,6 +69,7 @@ class PagePool:
         if max_requests is not None:
             whole_number("max_requests", max_requests, least=1)
         whole_number("max_append", max_append, least=1)
+        self.max_append = None if max_requests is None else max_append
         if (tokens is None) == (memory is None):
             raise ParameterError("give the pool's size as one of tokens= and memory=")
         self.windows = sorted(set(shape.windows), key=lambda w: (w is not None, w or 0))
@@ -173,12 +177,23 @@ class PagePool:
         """Raise OutOfPagesError: the numbers, and what would help."""
         window = self.windows[group]
         where = "" if len(self.windows) == 1 else f" of the layers with window {window}"
+        remedy = "free other requests, or make a larger pool"
+        if window is not None and self.max_append is not None:
+            remedy = (
+                f"append {self.max_append} tokens at a time at most, which it is made "
+                f"for, or give it a larger max_append="
+            )
         total = self.allocators[group].count
         raise OutOfPagesError(
             f"{needed} more pages of {self.page_size} tokens are needed, but of the "
-            f"pool's {total} pages{where} {free} are free; free other requests, or "
-            f"make a larger pool"
+            f"pool's {total} pages{where} {free} are free; {remedy}"
         )
+
+    def recount(self) -> None:
+        """Do the books anew from the tables, after work on them was cut off."""
+        tables = list(self.tables)
+        for group, allocator in enumerate(self.allocators):
+            allocator.recount(table.held[group].pages for table in tables)
 
     def check(self) -> None:
         """Raise AssertionError unless the books of all groups agree."""

@@ -82,7 +82,7 @@ class RotatingKvCache:
                 f"the layer sees {window} tokens, but its cache keeps {self.window}"
                 f"{kept}"
             )
-        first = self._append(k, v)
+        first = self._append(k, v, q)
         return self.format.attend(
             q,
             [self.keys.view(first, self._rows)],
@@ -107,11 +107,9 @@ class RotatingKvCache:
         are seen by the one query, else bool [S, n], which takes the place of None and
         "causal"; a mask of your own is refused, since n is not known beforehand.
         """
-        refuse_mask(mask)
-        length = key.shape[2]
-        if mask_length is not None and mask_length != length:
-            raise ParameterError(f"a mask for {mask_length} of {length} new tokens")
+        refuse_mask(mask, mask_length, key)
         first = self._append(key, value)
+        length = key.shape[2]
         count = self._rows - first
         keys = self.format.decode(self.keys.view(first, self._rows))
         values = self.format.decode(self.values.view(first, self._rows))
@@ -159,9 +157,9 @@ class RotatingKvCache:
     def _bound(self, tokens: int) -> int:
         return rotating_tokens(max(tokens, self.reserve), self.window, self.keep)
 
-    def _append(self, key: mx.array, value: mx.array) -> int:
+    def _append(self, key: mx.array, value: mx.array, q: mx.array | None = None) -> int:
         """Store the new tokens; returns the first row that they see."""
-        check_pair(key, value, (self.keys.shape, self.values.shape))
+        check_pair(key, value, (self.keys.shape, self.values.shape), q)
         if self.keys.shape is None:
             self.format.check(key.shape[3])
             self.format.check(value.shape[3])

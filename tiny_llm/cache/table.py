@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import OutOfPagesError, ParameterError, whole_number
@@ -26,18 +28,28 @@ class PageTable:
         self.pool = pool
         self.reserve = whole_number("reserve", reserve, least=0)
         self.lengths = [0] * len(pool.group_of)  # tokens that each layer holds
-        groups = range(len(pool.windows))
-        self.pages: list[list[int]] = [[] for _ in groups]
-        self.dropped = [0 for _ in groups]  # pages before those, given back
+        # replaced as a whole, never changed in place: Ctrl-C may come at any moment
+        self.held = [_Held(0, ()) for _ in pool.windows]
         self._ready = (0, 0)  # tokens that may be written: their pages are our own
-        self._runs: dict[tuple[int, int, int], list[Slots]] = {}
-        self._end = weakref.finalize(self, _abandon, pool.allocators, self.pages)
+        self._runs = [(held, _runs(held, 1)) for held in self.held]
+        pool.tables.add(self)
+        self._end = weakref.finalize(self, _abandon, pool.allocators, self.held)
         self._end.atexit = False
 
     @property
     def length(self) -> int:
         """Tokens that any layer holds."""
         return max(self.lengths)
+
+    @property
+    def pages(self) -> list[tuple[int, ...]]:
+        """The pages of each group, in the order of the tokens."""
+        return [held.pages for held in self.held]
+
+    @property
+    def dropped(self) -> list[int]:
+        """For each group, how many pages before those have been given back."""
+        return [held.dropped for held in self.held]
 
     def prepare(self, start: int, stop: int) -> None:
         """Make the tokens start .. stop writable in all layers.
@@ -46,12 +58,14 @@ class PageTable:
         """
         if self._ready[0] <= start and stop <= self._ready[1]:
             return
-        groups = range(len(self.pages))
-        plans = [self._plan(group, start, stop) for group in groups]
-        for group, plan in zip(groups, plans, strict=True):
-            self._carry_out(group, plan)
-        self._ready = (start, stop)
-        self._runs.clear()
+        with self._books():
+            groups = range(len(self.held))
+            plans = [
+                self._plan(group, self.held[group], start, stop) for group in groups
+            ]
+            for group, plan in zip(groups, plans, strict=True):
+                self._carry_out(group, plan)
+            self._ready = (start, stop)
 
     def restore(self, layer: int, start: int, stop: int) -> None:
         """Take pages for the tokens start .. stop of a layer that holds none yet.
@@ -59,34 +73,27 @@ class PageTable:
         Raises OutOfPagesError, nothing changed.
         """
         group = self.pool.group_of[layer]
-        dropped = self.dropped[group]
-        if not self.pages[group]:
-            self.dropped[group] = start // self.pool.page_size
-        try:  # (also with pages of a reserve: too few, or shared by a fork)
-            plan = self._plan(group, start, stop)
-        except OutOfPagesError:
-            self.dropped[group] = dropped
-            raise
-        self._carry_out(group, plan)
-        self._runs.clear()
+        held = self.held[group]
+        if not held.pages:
+            held = _Held(start // self.pool.page_size, ())
+        with self._books():  # (also with pages of a reserve: too few, or shared)
+            plan = self._plan(group, held, start, stop)
+            self.held[group] = held
+            self._carry_out(group, plan)
         self.lengths[layer] = stop
 
     def slots(self, group: int, start: int, stop: int) -> list[Slots]:
         """Where the tokens start .. stop lie: runs of neighbouring slots."""
-        key = (group, start, stop)
-        if key not in self._runs:
-            size, skip = self.pool.page_size, self.dropped[group] * self.pool.page_size
-            runs: list[Slots] = []
-            for token in range(start - start % size, stop, size):
-                page = self.pages[group][(token - skip) // size]
-                first = page * size + max(start - token, 0)
-                last = page * size + min(stop - token, size)
-                if runs and runs[-1][1] == first:
-                    runs[-1] = (runs[-1][0], last)
-                else:
-                    runs.append((first, last))
-            self._runs[key] = runs
-        return self._runs[key]
+        held, runs = self._runs[group]
+        if held is not self.held[group]:
+            held = self.held[group]
+            runs = _runs(held, self.pool.page_size)
+            self._runs[group] = held, runs
+        return [
+            (slot + max(start - token, 0), slot + min(stop - token, count))
+            for token, slot, count in runs
+            if token < stop and start < token + count
+        ]
 
     def check_rewind(self, layer: int, n: int) -> None:
         """Raise ParameterError unless a layer can forget its newest n tokens."""
@@ -95,7 +102,7 @@ class PageTable:
         left = length - n
         group = self.pool.group_of[layer]
         window = self.pool.windows[group]
-        first = self.dropped[group] * self.pool.page_size
+        first = self.held[group].dropped * self.pool.page_size
         if window is not None and left and max(0, left - window + 1) < first:
             raise ParameterError(
                 f"cannot rewind {n} tokens of a paged cache at {length}: the pages of "
@@ -113,14 +120,14 @@ class PageTable:
         """Another request with the same tokens: all pages shared, none copied yet."""
         other = PageTable(self.pool)
         size = self.pool.page_size
-        for group, pages in enumerate(self.pages):
-            used = max(0, -(-self.length // size) - self.dropped[group])
-            for page in pages[:used]:
-                self.pool.allocators[group].hold(page)
-            other.pages[group] += pages[:used]
-        other.dropped = list(self.dropped)
-        other.lengths = list(self.lengths)
-        self._ready = (0, 0)
+        with self._books():
+            for group, (dropped, pages) in enumerate(self.held):
+                used = pages[: max(0, -(-self.length // size) - dropped)]
+                for page in used:
+                    self.pool.allocators[group].hold(page)
+                other.held[group] = _Held(dropped, used)
+            other.lengths = list(self.lengths)
+            self._ready = (0, 0)
         return other
 
     def free(self) -> None:
@@ -132,16 +139,28 @@ class PageTable:
     def check(self) -> None:
         """Raise AssertionError unless pages and tokens agree."""
         size = self.pool.page_size
-        for group, pages in enumerate(self.pages):
+        for group, (dropped, pages) in enumerate(self.held):
             assert len(set(pages)) == len(pages)
             assert all(self.pool.allocators[group].references[p] > 0 for p in pages)
-            assert (self.dropped[group] + len(pages)) * size >= self.length
+            assert (dropped + len(pages)) * size >= self.length
 
-    def _plan(self, group: int, start: int, stop: int) -> _Plan:
+    @contextmanager
+    def _books(self) -> Iterator[None]:
+        """Whatever cuts the block off, the pool's books agree with its tables."""
+        try:
+            yield
+        except OutOfPagesError:
+            raise
+        except BaseException:
+            self._ready = (0, 0)
+            self.pool.recount()
+            raise
+
+    def _plan(self, group: int, held: _Held, start: int, stop: int) -> _Plan:
         """What makes the tokens start .. stop writable. Raises OutOfPagesError."""
         size = self.pool.page_size
         window, allocator = self.pool.windows[group], self.pool.allocators[group]
-        pages, dropped = self.pages[group], self.dropped[group]
+        dropped, pages = held
         free = allocator.free  # first: forgotten tables share pages until it is read
         leave, until = 0, stop
         if window is not None:
@@ -163,11 +182,14 @@ class PageTable:
         return _Plan(leave, shared, new)
 
     def _carry_out(self, group: int, plan: _Plan) -> None:
-        allocator, pages = self.pool.allocators[group], self.pages[group]
-        for page in pages[: plan.leave]:
+        if plan == _Plan(0, [], 0):
+            return
+        allocator, (dropped, held) = self.pool.allocators[group], self.held[group]
+        pages = list(held[plan.leave :])
+        # given up before they are free: they may be written to in what follows
+        self.held[group] = _Held(dropped + plan.leave, tuple(pages))
+        for page in held[: plan.leave]:
             allocator.release(page)
-        del pages[: plan.leave]
-        self.dropped[group] += plan.leave
         for place in plan.shared:
             before = pages[place - 1] if place else None
             (page,) = allocator.allocate(1, after=before)
@@ -176,22 +198,29 @@ class PageTable:
             pages[place] = page
         after = pages[-1] if pages else None
         pages += allocator.allocate(plan.new, after=after, final=self.reserve > 0)
+        self.held[group] = _Held(dropped + plan.leave, tuple(pages))
 
     def _trim(self) -> None:
         """Give back the pages beyond the tokens and the reserve."""
         self._ready = (0, 0)
-        self._runs.clear()
         length, size = self.length, self.pool.page_size
-        for group, (window, pages) in enumerate(
-            zip(self.pool.windows, self.pages, strict=True)
-        ):
-            if length == 0:
-                self.dropped[group] = 0
-            wanted = length if window is not None else max(length, self.reserve)
-            kept = -(-wanted // size) - self.dropped[group]
-            for page in pages[kept:]:
-                self.pool.allocators[group].release(page)
-            del pages[kept:]
+        with self._books():
+            for group, (dropped, pages) in enumerate(self.held):
+                windowed = self.pool.windows[group] is not None
+                wanted = length if windowed else max(length, self.reserve)
+                kept = pages[: max(0, -(-wanted // size) - dropped)]
+                if length and len(kept) == len(pages):
+                    continue
+                self.held[group] = _Held(dropped if length else 0, kept)
+                for page in pages[len(kept) :]:
+                    self.pool.allocators[group].release(page)
+
+
+class _Held(NamedTuple):
+    """Of one group: how many pages were given back, and those after them."""
+
+    dropped: int
+    pages: tuple[int, ...]
 
 
 class _Plan(NamedTuple):
@@ -202,6 +231,18 @@ class _Plan(NamedTuple):
     new: int
 
 
-def _abandon(allocators: list[PageAllocator], pages: list[list[int]]) -> None:
-    for allocator, held in zip(allocators, pages, strict=True):
-        allocator.abandon(held)
+def _runs(held: _Held, size: int) -> list[tuple[int, int, int]]:
+    """(first token, first slot, tokens) of each run of neighbouring pages."""
+    runs: list[tuple[int, int, int]] = []
+    for place, page in enumerate(held.pages, start=held.dropped):
+        if runs and runs[-1][1] + runs[-1][2] == page * size:
+            token, slot, count = runs[-1]
+            runs[-1] = token, slot, count + size
+        else:
+            runs.append((place * size, page * size, size))
+    return runs
+
+
+def _abandon(allocators: list[PageAllocator], held: list[_Held]) -> None:
+    for allocator, (_, pages) in zip(allocators, held, strict=True):
+        allocator.abandon(pages)
