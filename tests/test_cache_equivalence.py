@@ -4,7 +4,11 @@ What a layout must compute is the plain forward pass over the whole sequence, wi
 `Reference` that says what its queries see where that is not everything.
 """
 
+import json
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -13,7 +17,7 @@ import pytest
 from oracle import VARIANTS, goldens, model, naive_greedy, random_model
 from reference_caches import Compared, Reference, bounded
 
-from tiny_llm import stream_generate
+from tiny_llm import load_kv_cache, save_kv_cache, stream_generate
 from tiny_llm.cache import rewind
 
 NEW = 24
@@ -250,6 +254,48 @@ def test_packed_dense_rotating_and_paged_are_the_same(variant, bits):
         assert same_tokens == tokens
     plain, _ = run(m, prompt(), m.create_kv_cache(), 16)
     assert np.abs(dense - plain).max() > 1e-3  # and packing is not for nothing
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """Tokens after caches that were saved: in this process, and in another one."""
+    folder = tmp_path_factory.mktemp("caches")
+    here = {}
+    for name, kind in (param.values for param in ALL):
+        m, ids = any_model(name), prompt()[:60]
+        cache = KINDS[kind].new(m)
+        list(stream_generate(m, ids, max_new_tokens=0, cache=cache, prefill_chunk=16))
+        save_kv_cache(folder / f"{name}@{kind}.kv", m, cache, ids)
+        here[f"{name}@{kind}"] = the_rest(m, cache)
+    command = f"import test_cache_equivalence as t; t.go_on({str(folder)!r})"
+    found = subprocess.run(
+        [sys.executable, "-c", command],
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return here, json.loads(found.stdout)
+
+
+def the_rest(m, cache):
+    return list(stream_generate(m, prompt()[60:], max_new_tokens=NEW, cache=cache))
+
+
+def go_on(folder):
+    """The other process."""
+    found = {}
+    for path in sorted(Path(folder).iterdir()):
+        m = any_model(path.stem.split("@")[0])
+        found[path.stem] = the_rest(m, load_kv_cache(path, m).cache)
+    print(json.dumps(found))
+
+
+@pytest.mark.parametrize(("name", "kind"), ALL)
+def test_saved_and_loaded_in_another_process_it_goes_on(elsewhere, name, kind):
+    here, there = elsewhere
+    assert there[f"{name}@{kind}"] == here[f"{name}@{kind}"]
+    if KINDS[kind].round_to is None:
+        assert there[f"{name}@{kind}"] == expected(name, kind)[1]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
