@@ -1,6 +1,5 @@
 """The command line, in this process and as a program of its own."""
 
-import io
 import json
 import os
 import select
@@ -15,7 +14,7 @@ import pytest
 
 import tiny_llm
 from tiny_llm import blas, default_model, loader
-from tiny_llm.cli import main, options
+from tiny_llm.cli import options
 from tiny_llm.conversation import Conversation
 from tiny_llm.text import TextStream
 
@@ -30,34 +29,6 @@ PROGRAM = [sys.executable, "-m", "tiny_llm.cli"]
 @pytest.fixture(scope="module")
 def tiny():
     return tiny_llm.load(TINY)
-
-
-@pytest.fixture(scope="module")
-def no_template(tmp_path_factory):
-    """The folder of the same model without its chat template."""
-    folder = tmp_path_factory.mktemp("no_template")
-    for file in Path(TINY).iterdir():
-        if file.name != "chat_template.jinja":
-            (folder / file.name).symlink_to(file)
-    return str(folder)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command line; returns (exit status, stdout, stderr)."""
-
-    def run(*arguments, stdin=b""):
-        monkeypatch.setattr(
-            sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
-        )
-        try:
-            status = main(arguments)
-        except SystemExit as ended:
-            status = ended.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 def program(*arguments, **options):
@@ -704,7 +675,10 @@ def test_info_tells_which_blas_is_used_and_how_fast(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["generate"], ["chat"], ["info"], ["cache"], ["cache", "make"]]
+    "arguments",
+    [
+        *([], ["generate"], ["chat"], ["info"], ["plan"], ["cache"], ["cache", "make"]),
+    ],
 )
 def test_help_imports_nothing_slow(arguments):
     code = (

@@ -1,12 +1,10 @@
 """`tiny-llm cache`: the answers of `tiny-llm generate`, from saved beginnings."""
 
-import io
 import json
 import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ from safetensors.numpy import save_file
 
 import tiny_llm
 from tiny_llm.cache_file import inspect
-from tiny_llm.cli import main
 
 DATA = Path(__file__).parent / "data"
 TINY = str(DATA / "llama_llama3rope_bias")  # 384 tokens, a context of 512
@@ -70,34 +67,6 @@ def wide(tmp_path_factory):
     """A model with full attention and heads of 32 numbers, which can be packed."""
     folder = tmp_path_factory.mktemp("wide")
     return write_model(folder, sliding_window=None, head_dim=32)
-
-
-@pytest.fixture(scope="module")
-def no_template(tmp_path_factory):
-    """The folder of TINY without its chat template."""
-    folder = tmp_path_factory.mktemp("no_template")
-    for file in Path(TINY).iterdir():
-        if file.name != "chat_template.jinja":
-            (folder / file.name).symlink_to(file)
-    return str(folder)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Run the command line; returns (exit status, stdout, stderr)."""
-
-    def run(*arguments, stdin=b""):
-        monkeypatch.setattr(
-            sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
-        )
-        try:
-            status = main(arguments)
-        except SystemExit as ended:
-            status = ended.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
