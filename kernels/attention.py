@@ -15,7 +15,7 @@ _BLOCK = 128
 
 
 # So few queries read pieces of keys where they lie; for more, one copy is cheaper.
-_FEW = 8
+FEW = 8
 
 
 def attention(
@@ -41,7 +41,7 @@ def attention(
     length, context = q.shape[2], sum(piece.shape[2] for piece in ks)
     if window is not None and window >= context:
         window = None
-    if len(ks) > 1 and (length > _FEW or window is not None or on_gpu()):
+    if len(ks) > 1 and (length > FEW or window is not None or on_gpu()):
         ks, vs = [mx.concatenate(ks, axis=2)], [mx.concatenate(vs, axis=2)]
     if window is not None and length == 1 and keep == 0:
         ks, vs = [ks[0][:, :, -window:]], [vs[0][:, :, -window:]]
@@ -117,20 +117,7 @@ def _attend_block(
     parts = [rows @ piece.swapaxes(-1, -2) for piece in k]
     scores = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
     scores = scores.astype(mx.float32)
-    if softcap is not None:
-        scores = mx.tanh(scores / softcap) * softcap
-    if mask is not None:
-        # (adding is ten times faster than mx.where here)
-        split = scores.reshape(batch, kv_heads, groups, length, scores.shape[-1])
-        scores = (split + mx.where(mask, 0.0, -mx.inf)).reshape(scores.shape)
-    if sinks is None:
-        weights, total = attention_weights(scores)
-    else:
-        sink = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, groups), length, 1)
-        sink = sink[None, :, :, None]  # [1, Hkv, groups * L, 1]
-        top = mx.maximum(mx.max(scores, axis=-1, keepdims=True), sink)
-        weights = exp_below(scores, top)
-        total = mx.sum(weights, axis=-1, keepdims=True) + mx.exp(sink - top)
+    weights, total = weigh(scores, length, mask, softcap, sinks)
     weights, start = weights.astype(v[0].dtype), 0
     out = None
     for piece in v:
@@ -142,3 +129,30 @@ def _attend_block(
     if total is not None:
         out = (out / total).astype(v[0].dtype)
     return out.reshape(batch, heads, length, dim)
+
+
+def weigh(
+    scores: mx.array,
+    length: int,
+    mask: mx.array | None,
+    softcap: float | None,
+    sinks: mx.array | None,
+) -> tuple[mx.array, mx.array | None]:
+    """softmax of scores float32 [B, Hkv, groups * L, S], as attention_weights has it.
+
+    mask: bool [L, S], which keys are seen; the others as in `attention`.
+    """
+    batch, kv_heads, rows, context = scores.shape
+    if softcap is not None:
+        scores = mx.tanh(scores / softcap) * softcap
+    if mask is not None:
+        # (adding is ten times faster than mx.where here)
+        split = scores.reshape(batch, kv_heads, rows // length, length, context)
+        scores = (split + mx.where(mask, 0.0, -mx.inf)).reshape(scores.shape)
+    if sinks is None:
+        return attention_weights(scores)
+    sink = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, -1), length, axis=1)
+    sink = sink[None, :, :, None]  # [1, Hkv, groups * L, 1]
+    top = mx.maximum(mx.max(scores, axis=-1, keepdims=True), sink)
+    weights = exp_below(scores, top)
+    return weights, mx.sum(weights, axis=-1, keepdims=True) + mx.exp(sink - top)

@@ -12,12 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .attention import attention, causal_mask
-from .elementwise import attention_weights
+from .attention import FEW, attention, causal_mask, weigh
 from .runtime import on_gpu
-
-# For so few queries the packed form is multiplied; for more, it is unpacked once.
-_FEW = 8
 
 
 class PackedRows(NamedTuple):
@@ -53,7 +49,7 @@ def quantized_attention(
 ) -> mx.array:
     """As `attention`, over packed pieces [B, Hkv, S, ...] of keys and values."""
     length, context = q.shape[2], sum(rows.words.shape[2] for rows in k)
-    if length > _FEW:
+    if length > FEW:  # unpacking once is cheaper then
         return attention(
             q,
             [dequantize_rows(rows, group_size, bits) for rows in k],
@@ -76,17 +72,10 @@ def quantized_attention(
     parts = [_times_keys(rows, piece, group_size, bits) for piece in k]
     scores = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
     scores = scores.astype(mx.float32)
-    if softcap is not None:
-        scores = mx.tanh(scores / softcap) * softcap
+    mask = None
     if length > 1 or window is not None:
-        mask = mx.where(causal_mask(length, context, window, keep), 0.0, -mx.inf)
-        split = scores.reshape(batch, heads, length, context) + mask
-        scores = split.reshape(scores.shape)
-    if sinks is not None:  # a key more, whose value is nothing
-        sink = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, -1), length, axis=1)
-        sink = mx.broadcast_to(sink[None, :, :, None], (*scores.shape[:3], 1))
-        scores = mx.concatenate([scores, sink], axis=-1)
-    weights, total = attention_weights(scores)
+        mask = causal_mask(length, context, window, keep)
+    weights, total = weigh(scores, length, mask, softcap, sinks)
     out, start = mx.array(0.0), 0
     for piece in v:
         stop = start + piece.words.shape[2]

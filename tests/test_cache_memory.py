@@ -67,7 +67,7 @@ def test_memory_between_contexts_grows_as_the_formula_says(kind, shape, options)
         tolerance = 0.25 if kind == "paged" and shape is MIXED else 0.05
         assert abs(found - expected) <= tolerance * expected, context
     if shape is FULL and "window" not in options:  # and the slope of the plain formula
-        row = shape.row_bytes(options.get("bits"), options.get("group_size", 64))
+        row = shape.row_bytes(options.get("bits"), options.get("group_size"))
         slope = (measured[-1] - measured[2]) / (CONTEXTS[-1] - CONTEXTS[2])
         assert abs(slope - len(shape.windows) * row) <= 0.05 * slope
 

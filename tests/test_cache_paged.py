@@ -210,7 +210,7 @@ def test_a_pool_of_bytes_is_as_large_as_they_allow(windows, bits):
 def test_a_pool_of_tokens_has_whole_pages_for_them():
     for tokens, pages in ((1, 1), (16, 1), (17, 2), (160, 10)):
         pool = new_pool(tokens, page_size=16)
-        assert pool.tokens_free == pages * 16
+        assert pool.allocators[0].free == pages
         assert pool.nbytes == pages * 16 * TOKEN
         feed(new_cache(pool), pages * 16)
 
@@ -259,7 +259,7 @@ def test_running_out_of_pages_names_the_numbers_and_changes_nothing():
     feed(first, 40)
     feed(second, 20)
     before = [held(entry) for entry in second]
-    words = r"2 more pages of 16 tokens .* 5 pages .* window None 0 are free"
+    words = r"2 more pages of 16 tokens .* 5 pages .* full attention 0 are free"
     with pytest.raises(OutOfPagesError, match=words):
         feed(second, 40)
     assert [entry.offset for entry in second] == [20, 20]
@@ -370,7 +370,7 @@ def test_what_does_not_fit_the_pool_is_refused_and_changes_nothing():
         (k, k, None, "a window of None"),
         (k, k[:, :, :1], 20, "alike"),
         (two, two, 20, "does not fit a cache of"),
-        (half, half, 20, "float16 do not fit a pool of mlx.core.float32"),
+        (half, half, 20, "float16 do not fit a cache of mlx.core.float32"),
     ):
         with pytest.raises(ParameterError, match=words):
             cache[0].attend(q, wrong_k, wrong_v, scale=1.0, window=window)

@@ -1,11 +1,20 @@
+from functools import partial
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from oracle import model
+from oracle import model, random_model
 
-from tiny_llm.cache import PagePool, QuantizedKvCache, RotatingKvCache, create_kv_cache
+from tiny_llm import load_kv_cache, save_kv_cache
+from tiny_llm.cache import (
+    PagePool,
+    QuantizedKvCache,
+    RotatingKvCache,
+    TinyKvFullCache,
+    create_kv_cache,
+)
 from tiny_llm.errors import ParameterError
-from tiny_llm.memory import KvShape
+from tiny_llm.memory import KvShape, kv_cache_bytes
 
 
 def random(*shape):
@@ -77,7 +86,7 @@ def test_impossible_packings_are_refused_when_the_cache_is_made():
     for options, message in (
         ({"bits": 2}, "bits is 2; 8 or 4 is needed"),
         ({"bits": True}, "bits is True"),
-        ({"group_size": 48}, "group_size is 48; 32 or 64"),
+        ({"group_size": 48}, "group_size is 48; 64 or 32"),
     ):
         with pytest.raises(ParameterError, match=message):
             create_kv_cache("quantized", wide, mx.float32, options)
@@ -139,3 +148,61 @@ def test_mixed_layers_get_the_kind_that_fits_each():
     pool = PagePool(shape, mx.float32, tokens=4096, max_requests=1, max_append=100)
     full, sliding = pool.allocators
     assert (full.count, sliding.count) == (64, 4)  # ceil((11 + 64 + 100) / 64) + 1
+
+
+def test_options_without_effect_are_refused_by_name():
+    m, swa = model("llama_tied"), model("mistral_swa")
+    for make, options, message in (
+        (
+            partial(m.create_kv_cache, "rotating"),
+            {"window": 9, "group_size": 32},
+            "bits=",
+        ),
+        (partial(m.create_kv_cache, "paged"), {"tokens": 9, "group_size": 99}, "bits="),
+        (m.create_page_pool, {"tokens": 9, "group_size": 32}, "without bits="),
+        (swa.create_page_pool, {"tokens": 9, "max_append": 9}, "without max_requests="),
+        (m.create_page_pool, {"token": 9}, "no option 'token'; it has tokens, memory,"),
+        (m.create_kv_cache, {"kind": ["dense"]}, "unknown cache kind .'dense'."),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            make(**options)
+    shape = KvShape((None, None), 2, 64, 4)
+    for kind, options, message in (
+        ("dense", {"group_size": 64}, "without bits="),
+        ("dense", {"page_size": 0}, "page_size and max_append are for 'paged'"),
+        ("paged", {"page_size": 0}, "page_size must be a whole number of at least 1"),
+        ("rotating", {"keep": 3}, "keep is 3, but without window="),
+        ("rotating", {"window": -300}, "window must be a whole number"),
+        ("rotating", {"window": 3, "keep": -3}, "keep must be a whole number"),
+        ("rotating", {"window": "a"}, "window must be a whole number"),
+        ("rotating", {}, "2 full-attention and 0 sliding-window layers: give window="),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            kv_cache_bytes(shape, kind, tokens=100, **options)
+
+
+def test_numpy_integers_are_bits_and_floats_are_not(tmp_path):
+    m = random_model("llama_tied", head_dim=64)
+    for kind, options in (
+        ("quantized", {}),
+        ("rotating", {"window": 9}),
+        ("paged", {"tokens": 64}),
+    ):
+        packing = {"bits": np.int64(8), "group_size": np.int32(32)}
+        cache = m.create_kv_cache(kind, **options, **packing)
+        m(mx.array([[1, 2, 3]]), cache=cache)
+        save_kv_cache(tmp_path / "saved.kv", m, cache, [1, 2, 3])
+        assert load_kv_cache(tmp_path / "saved.kv", m).cache[0].layout.bits == 8
+        for bad in ({"bits": 8.0}, {"bits": 4, "group_size": 64.0}, {"bits": "8"}):
+            with pytest.raises(ParameterError, match="is needed"):
+                m.create_kv_cache(kind, **options, **bad)
+
+
+def test_keys_of_another_dtype_are_refused_not_cast():
+    for cache in (TinyKvFullCache(), QuantizedKvCache(), RotatingKvCache(9)):
+        k = random(1, 1, 2, 64)
+        cache.update_and_fetch(k, k)
+        half = k.astype(mx.float16)
+        with pytest.raises(ParameterError, match=r"float16 do not fit a cache of .*32"):
+            cache.update_and_fetch(half, half)
+        assert cache.offset == 2

@@ -136,9 +136,11 @@ def test_bad_arguments_are_refused():
         RotatingKvCache(0)
     with pytest.raises(ParameterError, match="keep must be"):
         RotatingKvCache(4, keep=-1)
-    packed, zero = RotatingKvCache(4, bits=3), mx.zeros((1, 1, 1, 64))
     with pytest.raises(ParameterError, match="bits is 3; 8 or 4"):
-        packed.update_and_fetch(zero, zero)
+        RotatingKvCache(4, bits=3)
+    packed, narrow = RotatingKvCache(4, bits=8), mx.zeros((1, 1, 1, 32))
+    with pytest.raises(ParameterError, match="a head of 32 numbers"):
+        packed.update_and_fetch(narrow, narrow)
     cache = RotatingKvCache(4)
     with pytest.raises(ParameterError, match="makes its own mask"):
         cache.update_and_fetch(numbered(0, 1), numbered(0, 1), 1, mx.zeros((1, 1)))

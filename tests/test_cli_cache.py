@@ -487,3 +487,24 @@ def test_the_default_model_answers_as_without_a_file(run, make, smollm2_gguf):
     expected = run("generate", text + "Why is the sky blue?", *generate)
     assert (status, out) == expected[:2]
     assert reused(err)[0] > 60
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("{file}", "--raw", "Once upon a time there was a"),
+        ("{file}", "--kind", "paged", "--raw", "-"),
+        ("--raw", "{file}", "Once upon a time there was a"),
+        ("--raw", "{file}", "--prefill-chunk", "4", "Once upon a time there was a"),
+    ],
+)
+def test_options_may_stand_anywhere(run, tmp_path, arguments):
+    path = str(tmp_path / "made.kv")
+    given = [argument.format(file=path) for argument in arguments]
+    text = b"Once upon a time there was a"
+    status, _, err = run("cache", "make", *given, "--model", TINY, stdin=text)
+    assert (status, err) == (0, "")
+    assert inspect(path).notes["text"] == text.decode()
+    status, _, err = run("cache", "make", *given, "more", "--model", TINY, stdin=text)
+    assert status == 2
+    assert "unknown arguments" in err

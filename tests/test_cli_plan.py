@@ -89,8 +89,8 @@ def test_without_memory_three_quarters_of_the_largest_count(facts):
     assert device["memory_for_plan"] == 12 * GIB
     assert {p["fits"] for p in device["plans"]} == {False}  # 15 GiB of weights
     assert {p["largest_batch"] for p in device["plans"]} == {0}
-    asked = facts(LLAMA, "--device", "M1", "--memory", "200 GiB")["devices"][0]
-    assert asked["memory_for_plan"] == 16 * GIB
+    asked = facts(LLAMA, "--memory", "200 GiB")["devices"][0]
+    assert (asked["name"], asked["memory_for_plan"]) == ("M1", 16 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -312,3 +312,9 @@ def test_matrices_that_do_not_divide_into_groups_are_named(run, tmp_path):
     status, _, err = run(config, "--weight-bits", "4")
     assert status == 1
     assert "model.layers.0.mlp.down_proj has 14340 inputs" in err
+
+
+def test_more_memory_than_a_chip_is_sold_with_is_refused(run):
+    status, _, err = run(LLAMA, "--device", "M1", "--memory", "2TB")
+    assert status == 1
+    assert "but the M1 is sold with 17179869184 at most" in err

@@ -34,7 +34,6 @@ def test_a_token_of_llama_3_1_8b_takes_128_kib_and_packed_68_and_36():
         ("paged", {}, 8),
         ("paged", {"bits": 8}, 4.25),
         ("paged", {"bits": 4}, 2.25),
-        ("rotating", {}, 8),
     ],
 )
 def test_32_conversations_of_2048_tokens(kind, options, gib):

@@ -197,3 +197,40 @@ def test_rewinding_and_going_on_with_a_window_equals_a_fresh_prefill(seed):
             rewind(cache, 0)
             ids = []
     assert refused
+
+
+@pytest.mark.parametrize("held", [0, 5])
+def test_a_refused_prompt_leaves_the_pool_as_it_was_also_with_a_reserve(held):
+    m = model("llama_tied")
+    pool = m.create_page_pool(tokens=64, page_size=16)
+    cache = m.create_kv_cache("paged", pool=pool, reserve=40)
+    if held:
+        list(stream_generate(m, [1] * held, max_new_tokens=0, cache=cache))
+    before = pool.pages_in_use
+    with pytest.raises(OutOfPagesError, match="more pages"):
+        list(stream_generate(m, [2] * 80, cache=cache, prefill_chunk=16))
+    assert cache[0].offset == held
+    assert pool.pages_in_use == before
+    pool.check()
+
+
+def test_a_windowed_pool_that_is_full_says_what_it_was_made_for():
+    m = model("mistral_swa")
+    pool = m.create_page_pool(tokens=4096, page_size=16, max_requests=1, max_append=64)
+    caches = [m.create_kv_cache("paged", pool=pool) for _ in range(9)]
+    message = r"max_requests=1 that append max_append=64 tokens at a time"
+
+    def fill():
+        for cache in caches:
+            list(stream_generate(m, [1] * 60, max_new_tokens=0, cache=cache))
+
+    with pytest.raises(OutOfPagesError, match=message):
+        fill()
+
+
+def test_rewind_takes_whole_numbers():
+    m = model("llama_tied")
+    cache = m.create_kv_cache()
+    for bad in ("a", 0.5, -1, None):
+        with pytest.raises(ParameterError, match="length must be a whole number"):
+            rewind(cache, bad)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .cache import TinyKvFullCache
     from .cache_file import load_kv_cache, save_kv_cache
     from .conversation import Conversation
-    from .errors import TinyLLMError
+    from .errors import OutOfPagesError, ParameterError, TinyLLMError
     from .generation import stream_generate
     from .loader import load, load_model, load_tokenizer
     from .sampling import make_sampler
@@ -22,6 +22,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Conversation": "conversation",
+    "OutOfPagesError": "errors",
+    "ParameterError": "errors",
     "Result": "text",
     "TinyKvFullCache": "cache",
     "TinyLLMError": "errors",
@@ -39,6 +41,8 @@ _HOME = {
 
 __all__ = [
     "Conversation",
+    "OutOfPagesError",
+    "ParameterError",
     "Result",
     "TinyKvFullCache",
     "TinyLLMError",

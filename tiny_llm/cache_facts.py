@@ -103,7 +103,7 @@ def check_model(file: TensorFile, facts: CacheFacts, model: Decoder) -> None:
     if facts.dtype != _dtype(model):
         raise CacheFileError(
             f"{file.path} holds keys of {facts.dtype}, but the model computes in "
-            f"{_dtype(model)}: load the model with dtype={facts.dtype!r}"
+            f"{_dtype(model)}: load it as {facts.dtype} (dtype)"
         )
     if facts.model != own:
         raise CacheFileError(

@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, SupportsIndex
 
 from .errors import ParameterError, whole_number
 
 STEP = 256  # tokens: contiguous buffers grow by so many
 SLACK = 64  # tokens kept beyond a window, so that rewinding as many is exact
 PAGE_SIZE = 64  # tokens, unless told otherwise
-GROUP_SIZE = 64
 BITS = (4, 8)
 GROUP_SIZES = (32, 64)
 KINDS = ("dense", "quantized", "rotating", "paged")
@@ -43,31 +42,56 @@ class KvShape:
         Raises ParameterError for a packing that there is not.
         """
         numbers = 2 * self.kv_heads * self.head_dim
-        if bits is None:
+        packing = checked_packing(bits, group_size, self.head_dim)
+        if packing is None:
             return numbers * self.element_bytes
-        if group_size is None:
-            group_size = fitting_group_size(self.head_dim)
-        check_packing(bits, group_size, self.head_dim)
-        return numbers * bits // 8 + 2 * numbers // group_size * self.element_bytes
+        return (
+            numbers * packing.bits // 8
+            + 2 * numbers // packing.group_size * self.element_bytes
+        )
 
 
-def fitting_group_size(head_dim: int) -> int:
-    """The group size where nobody asks for one: 64, or 32 if heads need that."""
-    return 32 if head_dim % GROUP_SIZE else GROUP_SIZE
+class Packing(NamedTuple):
+    """Numbers of so many bits, in groups with a scale and a bias each."""
+
+    bits: int
+    group_size: int
 
 
-def check_packing(bits: int, group_size: int, head_dim: int) -> None:
-    """Raise ParameterError unless heads can be packed so."""
-    if bits not in BITS or isinstance(bits, bool):
-        raise ParameterError(f"bits is {bits!r}; 8 or 4 is needed")
-    if group_size not in GROUP_SIZES:
-        raise ParameterError(f"group_size is {group_size!r}; 32 or 64 is needed")
-    if head_dim % group_size:
+def checked_packing(
+    bits: int | None, group_size: int | None, head_dim: int | None = None
+) -> Packing | None:
+    """The packing asked for; None: none, since bits is None.
+
+    group_size None: 64, or 32 where heads of head_dim numbers need that. head_dim None:
+    not known yet. Raises ParameterError if heads cannot be packed so.
+    """
+    if bits is None:
+        if group_size is not None:
+            raise ParameterError(
+                f"group_size={group_size!r} has no effect without bits="
+            )
+        return None
+    if group_size is None:
+        group_size = 32 if head_dim is not None and head_dim % 64 else 64
+    bits, group_size = (
+        _one_of("bits", bits, BITS),
+        _one_of("group_size", group_size, GROUP_SIZES),
+    )
+    if head_dim is not None and head_dim % group_size:
         smaller = " (32 fits)" if head_dim % 32 == 0 else ""
         raise ParameterError(
             f"a head of {head_dim} numbers cannot be packed in groups of "
             f"{group_size}{smaller}"
         )
+    return Packing(bits, group_size)
+
+
+def _one_of(name: str, value: object, of: tuple[int, ...]) -> int:
+    for known in of:
+        if value == known and isinstance(value, SupportsIndex):
+            return known
+    raise ParameterError(f"{name} is {value!r}; {of[1]} or {of[0]} is needed")
 
 
 def buffer_tokens(tokens: int) -> int:
@@ -107,14 +131,16 @@ def kv_cache_bytes(
     group_size: int | None = None,
     window: int | None = None,
     keep: int = 0,
-    page_size: int = PAGE_SIZE,
+    page_size: int | None = None,
+    max_append: int | None = None,
 ) -> int:
     """Bytes that the caches of `batch` requests of `tokens` tokens each allocate.
 
     kind and its options as in `model.create_kv_cache`: bits packs ("quantized": 8
     unless told otherwise); window and keep bound the layers that have no window of
-    their own ("rotating"). While a prompt is read in chunks, a rotating or paged
-    layer with a window takes up to a chunk more. Raises ParameterError.
+    their own ("rotating"). max_append: tokens that a paged layer with a window makes
+    room for at once (1: as when decoding). A rotating layer with a window takes up to a
+    chunk more while a prompt is read. Raises ParameterError.
     """
     tokens = whole_number("tokens", tokens, least=0)
     batch = whole_number("batch", batch, least=0)
@@ -124,12 +150,19 @@ def kv_cache_bytes(
         raise ParameterError("a dense cache has no bits; the kind is 'quantized'")
     if kind != "rotating" and (window is not None or keep):
         raise ParameterError(f"window and keep are for 'rotating', not {kind!r}")
+    if kind != "paged" and (page_size is not None or max_append is not None):
+        raise ParameterError(f"page_size and max_append are for 'paged', not {kind!r}")
     if kind == "quantized" and bits is None:
         bits = 8
+    if kind == "rotating":
+        check_windows(shape, window, keep)
+    size = PAGE_SIZE if page_size is None else page_size
+    size = whole_number("page_size", size, least=1)
+    append = whole_number("max_append", max_append or 1, least=1)
     stored = 0  # tokens, over all layers
     for own in shape.windows:
         if kind == "paged":
-            stored += page_count(tokens, page_size, own) * page_size
+            stored += page_count(tokens, size, own, append) * size
         elif kind != "rotating" or (own is None and window is None):
             stored += buffer_tokens(tokens)
         elif own is not None:
@@ -137,6 +170,32 @@ def kv_cache_bytes(
         elif window is not None:
             stored += rotating_tokens(tokens, window, keep)
     return batch * stored * shape.row_bytes(bits, group_size)
+
+
+def check_windows(shape: KvShape, window: int | None, keep: int) -> None:
+    """Raise ParameterError unless `window` and `keep` bound layers that have none."""
+    full = shape.windows.count(None)
+    kinds = (
+        f"{full} full-attention and {len(shape.windows) - full} sliding-window layers"
+    )
+    keep = whole_number("keep", keep, least=0)
+    if window is None:
+        if keep:
+            raise ParameterError(
+                f"keep is {keep}, but without window= nothing is bounded"
+            )
+        if full == len(shape.windows):
+            raise ParameterError(
+                f"a rotating cache needs a window, but the model has {kinds}: give "
+                f"window="
+            )
+        return
+    whole_number("window", window, least=1)
+    if not full:
+        raise ParameterError(
+            f"window= bounds full-attention layers, but the model has {kinds}, which "
+            f"keep their own: leave it out"
+        )
 
 
 def physical_memory() -> int:

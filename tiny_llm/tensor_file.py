@@ -247,6 +247,16 @@ def _bytes_of(array: mx.array) -> memoryview:
     return np.ascontiguousarray(np.array(array)).data.cast("B")
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise CacheFileError for what exists and must not be replaced by a file."""
+    if path.exists():
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise CacheFileError(f"{path} exists and is not a regular file")
+        if not mode & 0o222:
+            raise CacheFileError(f"{path} exists and is read-only")
+
+
 @contextlib.contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A new file beside `path`, which takes its place if the block succeeds.
@@ -259,12 +269,13 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise CacheFileError(f"{path!r} is no path: {error}") from error
     new = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
-        if target.exists() and not stat.S_ISREG(target.stat().st_mode):
-            raise CacheFileError(f"{path} exists and is not a regular file")
+        check_replaceable(target)
         # 0o666 less the umask, as any new file; tempfile's would be 0o600
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with open(descriptor, "wb") as file:
+                if target.exists():  # may be private: it stays so
+                    os.fchmod(descriptor, stat.S_IMODE(target.stat().st_mode))
                 yield file
                 file.flush()
                 os.fsync(descriptor)

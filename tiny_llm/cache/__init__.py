@@ -1,7 +1,7 @@
 """Cache layouts: each keeps one layer's keys and values and attends over them."""
 
 from .base import Held, KvCache, Layout, NoCache, rewind
-from .create import create_kv_cache
+from .create import create_kv_cache, create_page_pool
 from .full import QuantizedKvCache, TinyKvFullCache
 from .paged import PagedKvCache, fork
 from .pool import PagePool
@@ -20,6 +20,7 @@ __all__ = [
     "RotatingKvCache",
     "TinyKvFullCache",
     "create_kv_cache",
+    "create_page_pool",
     "fork",
     "rewind",
 ]

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, SupportsIndex
 
 import mlx.core as mx
 
-from ..errors import ParameterError
+from ..errors import ParameterError, whole_number
 from ..kernels import attention
 from .format import Rows
 
@@ -170,11 +170,12 @@ def check_pair(
     value: mx.array,
     stored: tuple[Shape | None, Shape | None],
     q: mx.array | None = None,
+    dtype: mx.Dtype | None = None,
 ) -> None:
     """Raise ParameterError unless key and value [B, Hkv, S, D] belong together.
 
     stored: (B, Hkv, D) of the keys and of the values that are stored, or None. q: their
-    queries [B, H, S, D], if there are any.
+    queries [B, H, S, D], if there are any. dtype: of what is stored.
     """
     if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
         raise ParameterError(
@@ -188,6 +189,11 @@ def check_pair(
             raise ParameterError(
                 f"{name} {x.shape} does not fit a cache of [{batch}, {heads}, S, {dim}]"
             )
+    if dtype is not None and (key.dtype, value.dtype) != (dtype, dtype):
+        raise ParameterError(
+            f"key of {key.dtype} and value of {value.dtype} do not fit a cache of "
+            f"{dtype}"
+        )
     if q is None:
         return
     batch, heads, length, dim = key.shape
@@ -207,6 +213,7 @@ def rewind(cache: Sequence[KvCache], length: int) -> None:
 
     Raises ParameterError, nothing changed, if a layer cannot.
     """
+    length = whole_number("length", length, least=0)
     for entry in cache:
         entry.check_rewind(entry.offset - length)
     for entry in cache:

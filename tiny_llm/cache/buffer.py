@@ -21,6 +21,11 @@ class RowBuffer:
         self.shape: tuple[int, int, int] | None = None  # B, Hkv, D
 
     @property
+    def dtype(self) -> mx.Dtype | None:
+        """Of the numbers, or of the scales that they are packed with."""
+        return self.rows[-1].dtype if self.rows else None
+
+    @property
     def capacity(self) -> int:
         """Tokens there is room for."""
         return self.rows[0].shape[2] if self.rows else 0

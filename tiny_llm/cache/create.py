@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ParameterError
-from ..memory import PAGE_SIZE, KvShape, check_packing, fitting_group_size
+from ..memory import PAGE_SIZE, KvShape, check_windows, checked_packing
 from .base import KvCache
 from .full import QuantizedKvCache, TinyKvFullCache
 from .paged import paged_cache
@@ -26,17 +26,34 @@ def create_kv_cache(
     Raises ParameterError for an unknown kind or option, and for what cannot be
     combined.
     """
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         names = ", ".join(map(repr, _KINDS))
         raise ParameterError(f"unknown cache kind {kind!r}; there are {names}")
     build = _KINDS[kind]
-    known = list(signature(build).parameters)[2:]
+    _check_options(f"a {kind} cache", build, options)
+    return build(shape, dtype, **options)
+
+
+def create_page_pool(
+    shape: KvShape, dtype: mx.Dtype, options: dict[str, Any]
+) -> PagePool:
+    """A PagePool with options of its own. Raises ParameterError."""
+    _check_options("a page pool", PagePool, options)
+    return PagePool(shape, dtype, **options)
+
+
+def _check_options(
+    what: str, build: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    known = [name for name in signature(build).parameters if name not in _GIVEN]
     for name in options:
         if name not in known:
             raise ParameterError(
-                f"a {kind} cache has no option {name!r}; it has {', '.join(known)}"
+                f"{what} has no option {name!r}; it has {', '.join(known)}"
             )
-    return build(shape, dtype, **options)
+
+
+_GIVEN = ("shape", "dtype")
 
 
 def _dense(shape: KvShape, dtype: mx.Dtype, *, reserve: int = 0) -> list[KvCache]:
@@ -53,9 +70,8 @@ def _quantized(
     reserve: int = 0,
 ) -> list[KvCache]:
     """As dense, packed."""
-    if group_size is None:
-        group_size = fitting_group_size(shape.head_dim)
-    check_packing(bits, group_size, shape.head_dim)
+    packing = checked_packing(bits, group_size, shape.head_dim)
+    bits, group_size = packing or (bits, group_size)
     return [QuantizedKvCache(bits, group_size, reserve) for _ in shape.windows]
 
 
@@ -74,33 +90,19 @@ def _rotating(
     Without `window` the layers with full attention are dense, and all is exact. With it
     they no longer see everything: the output is another one beyond the window.
     """
-    full = shape.windows.count(None)
-    sliding = len(shape.windows) - full
-    kinds = f"{full} full-attention and {sliding} sliding-window layers"
-    if window is None and keep:
-        raise ParameterError(f"keep is {keep}, but without window= nothing is bounded")
-    if window is None and not sliding:
-        raise ParameterError(
-            f"a rotating cache needs a window, but the model has {kinds}: give window="
-        )
-    if window is not None and not full:
-        raise ParameterError(
-            f"window= bounds full-attention layers, but the model has {kinds}, which "
-            f"keep their own: leave it out"
-        )
-    if group_size is None:
-        group_size = fitting_group_size(shape.head_dim)
-    if bits is not None:
-        check_packing(bits, group_size, shape.head_dim)
+    check_windows(shape, window, keep)
+    packing = checked_packing(bits, group_size, shape.head_dim)
+    options: dict[str, Any] = {"reserve": reserve}
+    if packing is not None:
+        options |= packing._asdict()
 
     def layer(own: int | None) -> KvCache:
-        packing: dict[str, Any] = {"bits": bits, "group_size": group_size}
         if own is not None:
-            return RotatingKvCache(own, reserve=reserve, **packing)
+            return RotatingKvCache(own, **options)
         if window is not None:
-            return RotatingKvCache(window, keep, reserve=reserve, **packing)
-        if bits is not None:
-            return QuantizedKvCache(bits, group_size, reserve)
+            return RotatingKvCache(window, keep, **options)
+        if packing is not None:
+            return QuantizedKvCache(**options)
         return TinyKvFullCache(reserve)
 
     return [layer(own) for own in shape.windows]
@@ -134,7 +136,7 @@ def _paged(
             bits=bits,
             group_size=group_size,
             max_requests=1,
-            max_append=2048 if max_append is None else max_append,
+            max_append=max_append,
         )
     else:
         own = {"tokens": tokens, "memory": memory, "page_size": page_size}

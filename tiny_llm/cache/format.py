@@ -14,7 +14,7 @@ from ..kernels import (
     quantize_rows,
     quantized_attention,
 )
-from ..memory import GROUP_SIZE, check_packing
+from ..memory import checked_packing
 
 # The arrays of a row: (numbers,), or (words, scales, biases); tokens are on axis -2.
 Rows = tuple[mx.array, ...]
@@ -30,22 +30,28 @@ class KvFormat:
     """
 
     bits: int | None = None
-    group_size: int = GROUP_SIZE
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Whole numbers of our own in the place of numpy's; 64 for no group size."""
+        packing = checked_packing(self.bits, self.group_size)
+        if packing is not None:
+            object.__setattr__(self, "bits", packing.bits)
+            object.__setattr__(self, "group_size", packing.group_size)
 
     def check(self, head_dim: int) -> None:
         """Raise ParameterError if heads of so many numbers cannot be stored so."""
-        if self.bits is not None:
-            check_packing(self.bits, self.group_size, head_dim)
+        checked_packing(self.bits, self.group_size, head_dim)
 
     def encode(self, x: mx.array) -> Rows:
         """x [..., S, D] as it is stored."""
-        if self.bits is None:
+        if self.bits is None or self.group_size is None:
             return (x,)
         return quantize_rows(x, self.group_size, self.bits)
 
     def decode(self, rows: Rows) -> mx.array:
         """What was stored, [..., S, D]; packed numbers come back rounded."""
-        if self.bits is None:
+        if self.bits is None or self.group_size is None:
             return rows[0]
         return dequantize_rows(PackedRows(*rows), self.group_size, self.bits)
 
@@ -62,7 +68,7 @@ class KvFormat:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """kernels.attention over stored pieces [B, Hkv, S, ...] of keys and values."""
-        if self.bits is None:
+        if self.bits is None or self.group_size is None:
             return attention(
                 q,
                 [rows[0] for rows in keys],

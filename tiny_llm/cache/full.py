@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from ..errors import whole_number
-from ..memory import GROUP_SIZE, STEP, buffer_tokens
+from ..memory import STEP, buffer_tokens
 from .base import Held, Layout, Mask, check_pair, refuse_rewind
 from .buffer import RowBuffer
 from .format import KvFormat
@@ -113,7 +113,7 @@ class TinyKvFullCache:
 
     def _append(self, key: mx.array, value: mx.array, q: mx.array | None = None) -> int:
         stored = self.keys.shape, self.values.shape
-        check_pair(key, value, stored, q)
+        check_pair(key, value, stored, q, self.keys.dtype)
         if stored[0] is None:
             self.format.check(key.shape[3])
             self.format.check(value.shape[3])
@@ -132,8 +132,8 @@ class QuantizedKvCache(TinyKvFullCache):
     """
 
     def __init__(
-        self, bits: int = 8, group_size: int = GROUP_SIZE, reserve: int = 0
+        self, bits: int = 8, group_size: int | None = None, reserve: int = 0
     ) -> None:
-        """bits: 8 or 4. group_size: 32 or 64, a divisor of the head dimension."""
+        """bits: 8 or 4. group_size: 64 (unless told otherwise) or 32."""
         super().__init__(reserve)
         self._hold(KvFormat(bits, group_size))

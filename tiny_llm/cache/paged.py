@@ -139,12 +139,7 @@ class PagedKvCache:
     ) -> tuple[list[Rows], list[Rows]]:
         """Store the new tokens; returns what they see, in runs."""
         dims = (1, self.pool.shape.kv_heads, self.pool.shape.head_dim)
-        check_pair(key, value, (dims, dims), q)
-        if key.dtype != self.pool.dtype or value.dtype != self.pool.dtype:
-            raise ParameterError(
-                f"keys of {key.dtype} and values of {value.dtype} do not fit a pool of "
-                f"{self.pool.dtype}"
-            )
+        check_pair(key, value, (dims, dims), q, self.pool.dtype)
         start = self.offset
         stop = start + key.shape[2]
         if start < self.table.held[self.group].dropped * self.pool.page_size:

@@ -12,7 +12,7 @@ from ..errors import OutOfPagesError, ParameterError, whole_number
 from ..memory import (
     PAGE_SIZE,
     KvShape,
-    fitting_group_size,
+    checked_packing,
     largest,
     page_count,
     physical_memory,
@@ -20,6 +20,7 @@ from ..memory import (
 from .format import KvFormat, Rows
 from .pages import PageAllocator
 
+MAX_APPEND = 2048  # tokens at a time, unless told otherwise
 _MOST_PAGES = 1 << 24  # more would only take long to count
 
 Slots = tuple[int, int]  # neighbouring rows of the pool, start to stop
@@ -45,13 +46,14 @@ class PagePool:
         bits: int | None = None,
         group_size: int | None = None,
         max_requests: int | None = None,
-        max_append: int = 2048,
+        max_append: int | None = None,
     ) -> None:
         """The size: room for `tokens` tokens, or at most `memory` bytes.
 
         bits, group_size: packed as QuantizedKvCache does. max_requests: so many
-        requests at once, appending max_append tokens at most, bound the pages of
-        layers with a window; without it they get as many as the others.
+        requests at once, appending max_append tokens at most (2048 unless told
+        otherwise), bound the pages of layers with a window; without it they get as
+        many as the others.
         Raises ParameterError.
         """
         self.shape, self.dtype = shape, dtype
@@ -62,19 +64,23 @@ class PagePool:
                 f"{shape.element_bytes}"
             )
         self.page_size = whole_number("page_size", page_size, least=1)
-        if group_size is None:
-            group_size = fitting_group_size(shape.head_dim)
-        self.format = KvFormat(bits, group_size)
-        self.format.check(shape.head_dim)
+        packing = checked_packing(bits, group_size, shape.head_dim)
+        self.format = KvFormat() if packing is None else KvFormat(*packing)
+        append = whole_number(
+            "max_append", MAX_APPEND if max_append is None else max_append, least=1
+        )
         if max_requests is not None:
-            whole_number("max_requests", max_requests, least=1)
-        whole_number("max_append", max_append, least=1)
-        self.max_append = None if max_requests is None else max_append
+            max_requests = whole_number("max_requests", max_requests, least=1)
+        elif max_append is not None:
+            raise ParameterError(
+                f"max_append={max_append} has no effect without max_requests="
+            )
+        self.max_requests, self.max_append = max_requests, append
         if (tokens is None) == (memory is None):
             raise ParameterError("give the pool's size as one of tokens= and memory=")
         self.windows = sorted(set(shape.windows), key=lambda w: (w is not None, w or 0))
         self.group_of = [self.windows.index(window) for window in shape.windows]
-        page_bytes = self.page_size * shape.row_bytes(bits, group_size)
+        page_bytes = self.page_size * shape.row_bytes(*(packing or ()))
         layers = [self.group_of.count(group) for group in range(len(self.windows))]
 
         def counts(pages: int) -> list[int]:
@@ -83,7 +89,7 @@ class PagePool:
             for window in self.windows:
                 most = pages
                 if window is not None and max_requests is not None:
-                    each = page_count(1 << 60, self.page_size, window, max_append)
+                    each = page_count(1 << 60, self.page_size, window, append)
                     most = min(pages, each * max_requests)
                 counted.append(most)
             return counted
@@ -131,11 +137,6 @@ class PagePool:
         """Pages that somebody holds, over all groups."""
         return sum(a.count - a.free for a in self.allocators)
 
-    @property
-    def tokens_free(self) -> int:
-        """Tokens that a new request could append now, at most, without windows."""
-        return min(a.free for a in self.allocators) * self.page_size
-
     def write(
         self, layer: int, slots: Sequence[Slots], k: mx.array, v: mx.array
     ) -> None:
@@ -176,12 +177,13 @@ class PagePool:
     def refuse(self, group: int, needed: int, free: int) -> None:
         """Raise OutOfPagesError: the numbers, and what would help."""
         window = self.windows[group]
-        where = "" if len(self.windows) == 1 else f" of the layers with window {window}"
+        layers = "full attention" if window is None else f"window {window}"
+        where = "" if len(self.windows) == 1 else f" of the layers with {layers}"
         remedy = "free other requests, or make a larger pool"
-        if window is not None and self.max_append is not None:
-            remedy = (
-                f"append {self.max_append} tokens at a time at most, which it is made "
-                f"for, or give it a larger max_append="
+        if window is not None and self.max_requests is not None:
+            remedy += (
+                f" (it is made for max_requests={self.max_requests} that append "
+                f"max_append={self.max_append} tokens at a time)"
             )
         total = self.allocators[group].count
         raise OutOfPagesError(

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ..errors import ParameterError, whole_number
 from ..kernels import causal_mask
-from ..memory import GROUP_SIZE, SLACK, rotating_tokens
+from ..memory import SLACK, rotating_tokens
 from .base import Held, Layout, Mask, check_pair, refuse_mask, refuse_rewind
 from .buffer import RowBuffer
 from .format import KvFormat
@@ -31,7 +31,7 @@ class RotatingKvCache:
         keep: int = 0,
         *,
         bits: int | None = None,
-        group_size: int = GROUP_SIZE,
+        group_size: int | None = None,
         reserve: int = 0,
     ) -> None:
         """bits: None keeps the numbers as they are, 8 and 4 pack them."""
@@ -159,7 +159,8 @@ class RotatingKvCache:
 
     def _append(self, key: mx.array, value: mx.array, q: mx.array | None = None) -> int:
         """Store the new tokens; returns the first row that they see."""
-        check_pair(key, value, (self.keys.shape, self.values.shape), q)
+        stored = self.keys.shape, self.values.shape
+        check_pair(key, value, stored, q, self.keys.dtype)
         if self.keys.shape is None:
             self.format.check(key.shape[3])
             self.format.check(value.shape[3])

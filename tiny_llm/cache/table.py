@@ -28,7 +28,7 @@ class PageTable:
         self.pool = pool
         self.reserve = whole_number("reserve", reserve, least=0)
         self.lengths = [0] * len(pool.group_of)  # tokens that each layer holds
-        # replaced as a whole, never changed in place: Ctrl-C may come at any moment
+        # each is replaced as a whole, never changed: Ctrl-C may come at any moment
         self.held = [_Held(0, ()) for _ in pool.windows]
         self._ready = (0, 0)  # tokens that may be written: their pages are our own
         self._runs = [(held, _runs(held, 1)) for held in self.held]
@@ -201,13 +201,15 @@ class PageTable:
         self.held[group] = _Held(dropped + plan.leave, tuple(pages))
 
     def _trim(self) -> None:
-        """Give back the pages beyond the tokens and the reserve."""
+        """Give back the pages beyond the tokens and their reserve."""
         self._ready = (0, 0)
         length, size = self.length, self.pool.page_size
         with self._books():
             for group, (dropped, pages) in enumerate(self.held):
                 windowed = self.pool.windows[group] is not None
-                wanted = length if windowed else max(length, self.reserve)
+                wanted = (
+                    max(length, self.reserve) if length and not windowed else length
+                )
                 kept = pages[: max(0, -(-wanted // size) - dropped)]
                 if length and len(kept) == len(pages):
                     continue

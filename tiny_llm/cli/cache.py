@@ -17,6 +17,7 @@ from ..errors import CacheFileError, ParameterError, PromptError
 from ..generation import stream_generate
 from ..models import Decoder
 from ..progress import Progress, progress_bar
+from ..tensor_file import check_replaceable
 from ..text import TextStream, encode_prompt, stream_text
 from ..tokenizer import Tokenizer
 from . import INTERRUPTED
@@ -143,6 +144,7 @@ def _check_target(path: Path, force: bool) -> None:
         raise CacheFileError(f"{path} is a folder; the name of a file is needed")
     if path.exists() and not force:
         raise CacheFileError(f"{path} exists already; --force replaces it")
+    check_replaceable(path)
     folder = path.absolute().parent
     if not folder.is_dir():
         raise CacheFileError(f"{path} cannot be written: there is no folder {folder}")

@@ -28,6 +28,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The parsed arguments; wrong usage is told on stderr and exits with status 2."""
     args, unknown = build_parser().parse_known_args(argv)
     parser: argparse.ArgumentParser = args.parser  # of the command: it shows its usage
+    if "text" in args and args.text is None and len(unknown) == 1:
+        lone = unknown[0]  # argparse looks for an optional TEXT right behind FILE only
+        if lone == "-" or not lone.startswith("-"):
+            args.text, unknown = lone, []
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
     if "temperature" in args and 0 <= args.temperature < 1e-4:

@@ -16,9 +16,8 @@ from ..hub import find_model
 from ..json_files import read_json
 from ..memory import (
     KvShape,
-    check_packing,
+    checked_packing,
     fits,
-    fitting_group_size,
     kv_cache_bytes,
     largest_batch,
     largest_context,
@@ -150,21 +149,25 @@ def _cases(
     """The cases for --kv-bits, and why there are none that pack (None: there are)."""
     matrices = count_matrices(model)
     heads, not_packed = model.config.heads, None
-    group_size = fitting_group_size(shape.head_dim)
     cases = []
     for bits in (16, 8, 4) if asked == "all" else (int(asked),):
         packing: Facts = {}
         if bits != 16:
             try:
-                check_packing(bits, group_size, shape.head_dim)
+                packed = checked_packing(bits, None, shape.head_dim)
             except ParameterError as error:
                 if asked != "all":
                     raise
                 not_packed = str(error)
                 continue
-            packing = {"bits": bits, "group_size": group_size}
+            packing = packed._asdict() if packed else {}
         cost = DecoderCost(
-            *matrices, heads, shape, read_bytes, packing.get("bits"), group_size
+            *matrices,
+            heads,
+            shape,
+            read_bytes,
+            packing.get("bits"),
+            packing.get("group_size"),
         )
         cases.append(_Case(bits, packing, cost))
     return cases, not_packed
@@ -206,6 +209,11 @@ def _device_facts(
     weight_bytes: int,
 ) -> Facts:
     usable = device.memory * 3 // 4  # an assumption: the rest is for macOS and others
+    if args.memory is not None and args.device and args.memory > device.memory:
+        raise ParameterError(
+            f"--memory is {args.memory} bytes, but the {device.name} is sold with "
+            f"{device.memory} at most"
+        )
     limit = usable if args.memory is None else min(args.memory, device.memory)
     plans = []
     for case in cases:

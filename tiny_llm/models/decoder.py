@@ -10,7 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..attention import Attention
-from ..cache import KvCache, NoCache, PagePool, create_kv_cache
+from ..cache import (
+    KvCache,
+    NoCache,
+    PagePool,
+    create_kv_cache,
+    create_page_pool,
+)
 from ..config import ConfigReader
 from ..errors import ParameterError, whole_number
 from ..kernels import Rotation
@@ -241,7 +247,7 @@ class Decoder(nn.Module):
         model.create_kv_cache("paged", pool=pool) for each request.
         """
         dtype = self.kv_dtype()
-        return PagePool(self.config.kv_shape(dtype.size), dtype, **options)
+        return create_page_pool(self.config.kv_shape(dtype.size), dtype, options)
 
     def kv_dtype(self) -> mx.Dtype:
         """The dtype of keys and values: found by building, not running, a layer."""
