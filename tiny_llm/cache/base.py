@@ -177,34 +177,35 @@ def check_pair(
     stored: (B, Hkv, D) of the keys and of the values that are stored, or None. q: their
     queries [B, H, S, D], if there are any. dtype: of what is stored.
     """
-    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
-        raise ParameterError(
-            f"key {key.shape} and value {value.shape} must be [B, Hkv, S, D] alike"
-        )
-    if key.shape[2] == 0:
+    # (each look at a shape costs time in every layer of every token)
+    k, v = key.shape, value.shape
+    if len(k) != 4 or len(v) != 4 or k[:3] != v[:3]:
+        raise ParameterError(f"key {k} and value {v} must be [B, Hkv, S, D] alike")
+    batch, heads, length, dim = k
+    if length == 0:
         raise ParameterError("there are no tokens to append")
-    for name, x, shape in zip(("key", "value"), (key, value), stored, strict=True):
-        if shape is not None and (*x.shape[:2], x.shape[3]) != shape:
-            batch, heads, dim = shape
+    for name, shape, held in (("key", k, stored[0]), ("value", v, stored[1])):
+        if held is not None and (shape[0], shape[1], shape[3]) != held:
             raise ParameterError(
-                f"{name} {x.shape} does not fit a cache of [{batch}, {heads}, S, {dim}]"
+                f"{name} {shape} does not fit a cache of [{held[0]}, {held[1]}, S, "
+                f"{held[2]}]"
             )
-    if dtype is not None and (key.dtype, value.dtype) != (dtype, dtype):
+    if dtype is not None and not key.dtype == value.dtype == dtype:
         raise ParameterError(
             f"key of {key.dtype} and value of {value.dtype} do not fit a cache of "
             f"{dtype}"
         )
     if q is None:
         return
-    batch, heads, length, dim = key.shape
+    asked = q.shape
     if (
-        q.ndim != 4
-        or (q.shape[0], *q.shape[2:]) != (batch, length, dim)
-        or q.shape[1] % heads
+        len(asked) != 4
+        or (asked[0], asked[2], asked[3]) != (batch, length, dim)
+        or asked[1] % heads
     ):
         raise ParameterError(
-            f"queries {q.shape} do not fit keys {key.shape}: [B, H, S, D] with H a "
-            f"multiple of the keys' heads"
+            f"queries {asked} do not fit keys {k}: [B, H, S, D] with H a multiple of "
+            f"the keys' heads"
         )
 
 
