@@ -234,3 +234,19 @@ def test_rewind_takes_whole_numbers():
     for bad in ("a", 0.5, -1, None):
         with pytest.raises(ParameterError, match="length must be a whole number"):
             rewind(cache, bad)
+
+
+@pytest.mark.parametrize("wanted", [4, 5, 6])
+def test_only_a_request_that_lacks_tokens_ends_in_an_error(wanted):
+    # 12 tokens of prompt and 4 new ones fill the pool: the fifth has come, unstored
+    m = model("llama_tied")
+    cache = m.create_kv_cache("paged", tokens=16, page_size=16)
+    expected = naive_greedy(m, [1] * 12, 5)
+    stream = stream_generate(m, [1] * 12, max_new_tokens=wanted, cache=cache)
+    assert [next(stream) for _ in range(min(wanted, 5))] == expected[:wanted]
+    if wanted == 6:
+        with pytest.raises(OutOfPagesError, match="1 more pages"):
+            next(stream)
+    else:
+        assert list(stream) == []
+    assert cache[0].offset == 16

@@ -47,7 +47,7 @@ def stream_generate(
     Raises, when called, before any work: PromptError for a prompt that is empty, holds
     an id outside the vocabulary, or is longer than the context; ParameterError for
     other arguments that cannot be used. While iterating: OutOfPagesError if the cache's
-    pool is full, after the last token that was computed.
+    pool is full before max_new_tokens, after the last token that was computed.
     """
     config = model.config
     prompt = _checked_prompt(prompt_tokens, config.vocab_size)
@@ -176,10 +176,11 @@ class _Run:
             yield value
             if value in self.stop_ids:
                 return
+            if count == limit:  # all that was asked for, stored or not
+                return
             if full is not None:
                 raise full
-            if ahead is None:
-                return
+            assert ahead is not None
             token = ahead
 
     def _prefill(
