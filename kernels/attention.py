@@ -12,8 +12,6 @@ from .runtime import on_gpu
 # Queries are taken in blocks on the CPU: a block sees only the keys up to its end,
 # which halves the work of a prompt, and the scores stay within the processor's cache.
 _BLOCK = 128
-
-
 # So few queries read pieces of keys where they lie; for more, one copy is cheaper.
 FEW = 8
 

@@ -161,6 +161,11 @@ def test_options_without_effect_are_refused_by_name():
         (partial(m.create_kv_cache, "paged"), {"tokens": 9, "group_size": 99}, "bits="),
         (m.create_page_pool, {"tokens": 9, "group_size": 32}, "without bits="),
         (swa.create_page_pool, {"tokens": 9, "max_append": 9}, "without max_requests="),
+        (
+            partial(m.create_kv_cache, "quantized"),
+            {"bits": None},
+            "bits is None; a quant",
+        ),
         (m.create_page_pool, {"token": 9}, "no option 'token'; it has tokens, memory,"),
         (m.create_kv_cache, {"kind": ["dense"]}, "unknown cache kind .'dense'."),
     ):

@@ -71,7 +71,7 @@ def _quantized(
 ) -> list[KvCache]:
     """As dense, packed."""
     packing = checked_packing(bits, group_size, shape.head_dim)
-    bits, group_size = packing or (bits, group_size)
+    bits, group_size = packing or (bits, group_size)  # (None: refused by the cache)
     return [QuantizedKvCache(bits, group_size, reserve) for _ in shape.windows]
 
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..errors import whole_number
+from ..errors import ParameterError, whole_number
 from ..memory import STEP, buffer_tokens
 from .base import Held, Layout, Mask, check_pair, refuse_rewind
 from .buffer import RowBuffer
@@ -136,4 +136,6 @@ class QuantizedKvCache(TinyKvFullCache):
     ) -> None:
         """bits: 8 or 4. group_size: 64 (unless told otherwise) or 32."""
         super().__init__(reserve)
+        if bits is None:
+            raise ParameterError("bits is None; a quantized cache needs 8 or 4")
         self._hold(KvFormat(bits, group_size))

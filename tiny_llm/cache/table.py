@@ -24,12 +24,15 @@ class PageTable:
     """
 
     def __init__(self, pool: PagePool, reserve: int = 0) -> None:
-        """reserve: tokens whose pages are taken with the first ones, side by side."""
+        """reserve: tokens whose pages are taken with the first ones, side by side.
+
+        Layers with a window take none in reserve: theirs come and go.
+        """
         self.pool = pool
         self.reserve = whole_number("reserve", reserve, least=0)
         self.lengths = [0] * len(pool.group_of)  # tokens that each layer holds
         # each is replaced as a whole, never changed: Ctrl-C may come at any moment
-        self.held = [_Held(0, ()) for _ in pool.windows]
+        self.held = [_Pages(0, ()) for _ in pool.windows]
         self._ready = (0, 0)  # tokens that may be written: their pages are our own
         self._runs = [(held, _runs(held, 1)) for held in self.held]
         pool.tables.add(self)
@@ -75,7 +78,7 @@ class PageTable:
         group = self.pool.group_of[layer]
         held = self.held[group]
         if not held.pages:
-            held = _Held(start // self.pool.page_size, ())
+            held = _Pages(start // self.pool.page_size, ())
         with self._books():  # (also with pages of a reserve: too few, or shared)
             plan = self._plan(group, held, start, stop)
             self.held[group] = held
@@ -125,7 +128,7 @@ class PageTable:
                 used = pages[: max(0, -(-self.length // size) - dropped)]
                 for page in used:
                     self.pool.allocators[group].hold(page)
-                other.held[group] = _Held(dropped, used)
+                other.held[group] = _Pages(dropped, used)
             other.lengths = list(self.lengths)
             self._ready = (0, 0)
         return other
@@ -156,7 +159,7 @@ class PageTable:
             self.pool.recount()
             raise
 
-    def _plan(self, group: int, held: _Held, start: int, stop: int) -> _Plan:
+    def _plan(self, group: int, held: _Pages, start: int, stop: int) -> _Plan:
         """What makes the tokens start .. stop writable. Raises OutOfPagesError."""
         size = self.pool.page_size
         window, allocator = self.pool.windows[group], self.pool.allocators[group]
@@ -187,7 +190,7 @@ class PageTable:
         allocator, (dropped, held) = self.pool.allocators[group], self.held[group]
         pages = list(held[plan.leave :])
         # given up before they are free: they may be written to in what follows
-        self.held[group] = _Held(dropped + plan.leave, tuple(pages))
+        self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
         for page in held[: plan.leave]:
             allocator.release(page)
         for place in plan.shared:
@@ -197,8 +200,9 @@ class PageTable:
             allocator.release(pages[place])
             pages[place] = page
         after = pages[-1] if pages else None
-        pages += allocator.allocate(plan.new, after=after, final=self.reserve > 0)
-        self.held[group] = _Held(dropped + plan.leave, tuple(pages))
+        final = not pages and self.reserve > 0 and self.pool.windows[group] is None
+        pages += allocator.allocate(plan.new, after=after, final=final)
+        self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
 
     def _trim(self) -> None:
         """Give back the pages beyond the tokens and their reserve."""
@@ -213,12 +217,12 @@ class PageTable:
                 kept = pages[: max(0, -(-wanted // size) - dropped)]
                 if length and len(kept) == len(pages):
                     continue
-                self.held[group] = _Held(dropped if length else 0, kept)
+                self.held[group] = _Pages(dropped if length else 0, kept)
                 for page in pages[len(kept) :]:
                     self.pool.allocators[group].release(page)
 
 
-class _Held(NamedTuple):
+class _Pages(NamedTuple):
     """Of one group: how many pages were given back, and those after them."""
 
     dropped: int
@@ -233,7 +237,7 @@ class _Plan(NamedTuple):
     new: int
 
 
-def _runs(held: _Held, size: int) -> list[tuple[int, int, int]]:
+def _runs(held: _Pages, size: int) -> list[tuple[int, int, int]]:
     """(first token, first slot, tokens) of each run of neighbouring pages."""
     runs: list[tuple[int, int, int]] = []
     for place, page in enumerate(held.pages, start=held.dropped):
@@ -245,6 +249,6 @@ def _runs(held: _Held, size: int) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _abandon(allocators: list[PageAllocator], held: list[_Held]) -> None:
+def _abandon(allocators: list[PageAllocator], held: list[_Pages]) -> None:
     for allocator, (_, pages) in zip(allocators, held, strict=True):
         allocator.abandon(pages)
