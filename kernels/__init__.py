@@ -4,6 +4,7 @@ Models and caches call these and never ask which device they are on.
 """
 
 from .attention import attention, causal_mask
+from .batched import batched_attention
 from .elementwise import exp_below, rms_norm, swiglu
 from .linear import Packed, linear
 from .quantized import (
@@ -20,6 +21,7 @@ __all__ = [
     "PackedRows",
     "Rotation",
     "attention",
+    "batched_attention",
     "can_fuse",
     "causal_mask",
     "dequantize_rows",

@@ -138,7 +138,8 @@ def weigh(
 ) -> tuple[mx.array, mx.array | None]:
     """softmax of scores float32 [B, Hkv, groups * L, S], as attention_weights has it.
 
-    mask: bool [L, S], which keys are seen; the others as in `attention`.
+    mask: which keys are seen, bool or what is added to the scores (0 and -inf), [L, S]
+    or with leading axes [B, Hkv, groups, L, S]; the others as in `attention`.
     """
     batch, kv_heads, rows, context = scores.shape
     if softcap is not None:
@@ -146,7 +147,9 @@ def weigh(
     if mask is not None:
         # (adding is ten times faster than mx.where here)
         split = scores.reshape(batch, kv_heads, rows // length, length, context)
-        scores = (split + mx.where(mask, 0.0, -mx.inf)).reshape(scores.shape)
+        if mask.dtype == mx.bool_:
+            mask = mx.where(mask, 0.0, -mx.inf)
+        scores = (split + mask).reshape(scores.shape)
     if sinks is None:
         return attention_weights(scores)
     sink = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, -1), length, axis=1)

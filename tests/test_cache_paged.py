@@ -192,6 +192,143 @@ def test_only_paged_requests_can_be_forked():
             fork(wrong)
 
 
+# Pages found again
+
+
+def found(cache, page_size, length):
+    """The pages of the first tokens of a request, as an index would find them."""
+    table, size = cache[0].table, page_size
+    firsts = [
+        0 if window is None else max(0, length - window + 1) // size
+        for window in table.pool.windows
+    ]
+    return [
+        (first, pages[first - dropped : length // size - dropped])
+        for first, pages, dropped in zip(
+            firsts, table.pages, table.dropped, strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_adopted_pages_are_read_where_they_lie_and_written_by_nobody(finished):
+    pool = new_pool(640, (None, 20), page_size=16)
+    first = new_cache(pool)
+    feed(first, 41)
+    pages = found(first, 16, 32)
+    before = [held(entry) for entry in first]
+    if finished:
+        for allocator, (_, own) in zip(pool.allocators, pages, strict=True):
+            for page in own:
+                allocator.mark(page)
+        first[0].table.free()
+        assert pool.pages_in_use == 0
+    second = new_cache(pool)
+    in_use = pool.pages_in_use
+    second[0].table.adopt(pages, 32)
+    assert pool.pages_in_use == in_use + (4 if finished else 0)
+    assert [entry.offset for entry in second] == [32, 32]
+    assert second[0].table.dropped == [0, 0]
+    for one, other in zip(second, before, strict=True):
+        assert np.array_equal(held(one), [rows[:, :, :32] for rows in other])
+    feed(second, 5)
+    rewind(second, 30)
+    feed(second, 2)  # into a page of the other, which is copied, or found no more
+    for one, other in zip(second, before, strict=True):
+        assert np.array_equal(
+            [rows[:, :, :30] for rows in held(one)], [rows[:, :, :30] for rows in other]
+        )
+    if not finished:
+        for one, other in zip(first, before, strict=True):
+            assert np.array_equal(held(one), other)
+    second[0].table.free()
+    pool.check()
+
+
+def test_a_window_adopts_only_the_pages_that_it_sees():
+    pool = new_pool(640, (None, 20), page_size=16)
+    first, second = new_cache(pool), new_cache(pool)
+    feed(first, 100)
+    second[0].table.adopt(found(first, 16, 96), 96)
+    assert second[0].table.dropped == [0, 4]  # token 96 sees 77 and on
+    assert np.array_equal(held(second[1]), [x[:, :, 64:96] for x in held(first[1])])
+    k, _ = feed(second, 1)
+    assert np.array_equal(held(second[1])[0][:, :, -1:], k)
+    with pytest.raises(ParameterError, match="cannot rewind 20 tokens"):
+        rewind(second, 77)
+    rewind(second, 83)  # 83 sees 64 and on
+    rewind(second, 0)
+    feed(second, 3)
+    assert second[0].table.dropped == [0, 0]
+    pool.check()
+
+
+def test_what_is_reserved_after_an_adoption_lies_side_by_side():
+    pool = new_pool(640, page_size=16)
+    first = new_cache(pool, reserve=40)
+    feed(first, 40)
+    second = new_cache(pool, reserve=200)
+    second[0].table.adopt(found(first, 16, 32), 32)
+    assert len(second[0].table.pages[0]) == 2
+    other = new_cache(pool)
+    for _ in range(150):
+        feed(second, 1)
+        feed(other, 1)
+    assert len(second[0].table.pages[0]) == 13
+    assert len(second[0].table.slots(0, 0, 182)) == 2  # the other's pages and its own
+
+
+def test_a_reserve_after_an_adoption_takes_the_tightest_run_and_later_growth_does_not():
+    pool = new_pool(640, page_size=16)
+    first, second = new_cache(pool, reserve=640), new_cache(pool, reserve=80)
+    feed(first, 32)
+    for page in (*range(10, 13), *range(20, 30)):
+        pool.allocators[0].release(page)  # (the first one is not used any more)
+    second[0].table.adopt([(0, (0, 1))], 32)
+    feed(second, 48)
+    assert second[0].table.pages == [(0, 1, 10, 11, 12)]
+    feed(second, 1)
+    assert second[0].table.pages == [(0, 1, 10, 11, 12, 25)]
+
+
+def test_a_reserve_without_room_after_an_adoption_is_refused_and_asked_for_again():
+    pool = new_pool(160, page_size=16)
+    first, second = new_cache(pool), new_cache(pool, reserve=150)
+    feed(first, 33)
+    second[0].table.adopt(found(first, 16, 32), 32)
+    with pytest.raises(OutOfPagesError, match=r"8 more pages .* 10 pages 7 are free"):
+        feed(second, 1)
+    assert [second[0].offset, pool.pages_in_use] == [32, 3]
+    first[0].table.free()
+    feed(second, 1)
+    assert pool.pages_in_use == 10
+    second[0].table.free()
+    assert pool.pages_in_use == 0
+    feed(second, 1)  # an adoption is forgotten with its pages
+    assert pool.pages_in_use == 1
+
+
+def test_only_an_empty_request_can_adopt():
+    pool = new_pool(160, page_size=16)
+    first = new_cache(pool)
+    feed(first, 33)
+    with pytest.raises(AssertionError):
+        first[0].table.adopt(found(first, 16, 16), 16)
+
+
+def test_a_freed_request_leaves_its_first_pages_cached_longest():
+    pool = new_pool(160, page_size=16)
+    for free in (lambda cache: cache[0].table.free(), lambda cache: cache.clear()):
+        cache = new_cache(pool)
+        feed(cache, 64)
+        pages = cache[0].table.pages[0]
+        for page in pages:
+            pool.allocators[0].mark(page)
+        free(cache)
+        assert pool.pages_in_use == 0
+        assert tuple(pool.allocators[0].cached)[-4:] == pages[::-1]
+
+
 # The pool's size
 
 

@@ -677,7 +677,8 @@ def test_info_tells_which_blas_is_used_and_how_fast(run, monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([], ["generate"], ["chat"], ["info"], ["plan"], ["cache"], ["cache", "make"]),
+        *([], ["generate"], ["batch"], ["chat"], ["info"], ["plan"], ["cache"]),
+        ["cache", "make"],
     ],
 )
 def test_help_imports_nothing_slow(arguments):

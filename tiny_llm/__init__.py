@@ -11,20 +11,24 @@ if TYPE_CHECKING:
     from .cache import TinyKvFullCache
     from .cache_file import load_kv_cache, save_kv_cache
     from .conversation import Conversation
+    from .engine import Engine, SamplingParams
     from .errors import OutOfPagesError, ParameterError, TinyLLMError
     from .generation import stream_generate
     from .loader import load, load_model, load_tokenizer
+    from .result import Result
     from .sampling import make_sampler
-    from .text import Result, generate, stream_text
+    from .text import generate, stream_text
     from .tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Conversation": "conversation",
+    "Engine": "engine",
     "OutOfPagesError": "errors",
     "ParameterError": "errors",
-    "Result": "text",
+    "Result": "result",
+    "SamplingParams": "engine",
     "TinyKvFullCache": "cache",
     "TinyLLMError": "errors",
     "Tokenizer": "tokenizer",
@@ -41,9 +45,11 @@ _HOME = {
 
 __all__ = [
     "Conversation",
+    "Engine",
     "OutOfPagesError",
     "ParameterError",
     "Result",
+    "SamplingParams",
     "TinyKvFullCache",
     "TinyLLMError",
     "Tokenizer",

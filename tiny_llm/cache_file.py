@@ -299,6 +299,11 @@ def _common_length(model: Decoder, cache: Sequence[KvCache]) -> int:
             f"the cache has {len(cache)} entries, but the model {layers} layers: save "
             f"what model.create_kv_cache() made"
         )
+    if any(isinstance(entry.offset, mx.array) for entry in cache):
+        raise ParameterError(
+            "a batch is saved request by request: [entry.request(slot) for entry in "
+            "cache]"
+        )
     lengths = {entry.offset for entry in cache}
     if len(lengths) != 1:
         raise ParameterError(f"the layers hold {sorted(lengths)} tokens; rewind them")

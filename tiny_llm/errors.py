@@ -13,6 +13,8 @@
       ParameterError            an argument's value cannot be used (also a ValueError)
         PromptError             an empty prompt, or one longer than the context
       OutOfPagesError           the page pool has no room for more tokens
+      RequestError              one request of an engine failed, and no other
+      EngineClosedError         the engine does not take requests any more
 
 A message says which thing, what was found, and what would work.
 """
@@ -66,6 +68,14 @@ class PromptError(ParameterError):
 
 class OutOfPagesError(TinyLLMError):
     """The page pool has no room for more tokens; nothing has changed."""
+
+
+class RequestError(TinyLLMError):
+    """One request of an engine failed; the others go on."""
+
+
+class EngineClosedError(TinyLLMError):
+    """The engine was closed and does not take requests any more."""
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:

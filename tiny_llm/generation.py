@@ -16,7 +16,7 @@ from .cache import KvCache, rewind
 from .errors import OutOfPagesError, ParameterError, PromptError, whole_number
 from .models import Decoder
 from .progress import Progress
-from .sampling import Sampler
+from .sampling import Sampler, checked_choice
 
 # Room made at once for new tokens; beyond, the cache grows in steps.
 _RESERVE = 1024
@@ -50,7 +50,7 @@ def stream_generate(
     pool is full before max_new_tokens, after the last token that was computed.
     """
     config = model.config
-    prompt = _checked_prompt(prompt_tokens, config.vocab_size)
+    prompt = checked_prompt(prompt_tokens, config.vocab_size)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least=0)
     prefill_chunk = whole_number("prefill_chunk", prefill_chunk, least=1)
     stop_ids = _checked_ids(eos_token_ids)
@@ -81,7 +81,7 @@ def stream_generate(
     )
 
 
-def _checked_prompt(tokens: Sequence[int] | mx.array, vocabulary: int) -> list[int]:
+def checked_prompt(tokens: Sequence[int] | mx.array, vocabulary: int) -> list[int]:
     """The prompt as whole numbers in the vocabulary. Raises PromptError."""
     ids: Any = tokens
     if hasattr(ids, "tolist"):  # an array, of MLX or numpy
@@ -242,18 +242,8 @@ class _Run:
         if self.sampler is None:
             return mx.argmax(logits, axis=-1)
         logits = logits.astype(mx.float32)
-        ids = self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        if (
-            not isinstance(ids, mx.array)
-            or ids.shape != (1,)
-            or not mx.issubdtype(ids.dtype, mx.integer)
-        ):
-            found = f"{ids.dtype} {ids.shape}" if isinstance(ids, mx.array) else ids
-            raise ParameterError(
-                f"the sampler returned {found}; an array of one integer per row of its "
-                f"input [1, V] is needed"
-            )
-        return ids
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        return checked_choice(self.sampler(logprobs), rows=1)
 
     def _rewind_to(self, stored: int) -> None:
         rewind(self.cache, stored)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from .errors import ParameterError, whole_number
+from .errors import ParameterError
+from .sampling_checks import check_sampling
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -38,7 +39,7 @@ def make_sampler(
     check_sampling(temperature, top_k, top_p, min_p, seed)
     if temperature < 1e-4:
         return greedy
-    keys = None if seed is None else _Keys(seed)
+    keys = None if seed is None else SeededKeys(seed)
 
     def sample(logprobs: mx.array) -> mx.array:
         kept = filter_logprobs(
@@ -52,27 +53,6 @@ def make_sampler(
 def greedy(logprobs: mx.array) -> mx.array:
     """The likeliest token of each row; the lowest id among equals."""
     return mx.argmax(logprobs, axis=-1)
-
-
-def check_sampling(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None
-) -> None:
-    """Raise ParameterError for the first value that cannot be used."""
-    _number("temperature", temperature, most=math.inf)
-    _number("top_p", top_p, most=1.0)
-    _number("min_p", min_p, most=1.0)
-    whole_number("top_k", top_k, least=-1)
-    if isinstance(top_k, bool) or isinstance(seed, bool):
-        raise ParameterError("top_k and seed must be whole numbers, not a truth value")
-    if seed is not None and whole_number("seed", seed, least=0) >= 1 << 64:
-        raise ParameterError(f"seed must be below 2^64, got {seed}")
-
-
-def _number(name: str, value: float, *, most: float) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (good and math.isfinite(value) and 0 <= value <= most):
-        limit = "0 or more" if most == math.inf else f"within 0 .. {most:g}"
-        raise ParameterError(f"{name} must be a number {limit}, got {value!r}")
 
 
 def filter_logprobs(
@@ -114,13 +94,38 @@ def _top_p(x: mx.array, top_p: float) -> mx.array:
     )
 
 
-class _Keys:
-    """The random keys of one seeded stream, one after the other."""
+class SeededKeys:
+    """The random keys of one seeded stream: the same seed, the same keys."""
 
     def __init__(self, seed: int) -> None:
-        self._key = mx.random.key(seed)
+        self._first = self._state = self._key = mx.random.key(seed)
+        self._place = -1
+
+    def at(self, place: int) -> mx.array:
+        """The key of the place-th token, from 0 on; going back takes as many steps."""
+        if place < self._place:
+            self._state, self._place = self._first, -1
+        while self._place < place:
+            state, key = mx.random.split(self._state)
+            # (in one line: Ctrl-C may come at any moment)
+            self._state, self._key, self._place = state, key, self._place + 1
+        return self._key
 
     def next(self) -> mx.array:
-        """A key that was not given out before."""
-        self._key, key = mx.random.split(self._key)
-        return key
+        """The key after the last one."""
+        return self.at(self._place + 1)
+
+
+def checked_choice(ids: object, rows: int) -> mx.array:
+    """What a sampler returned, if it is ids [rows]. Raises ParameterError."""
+    if (
+        not isinstance(ids, mx.array)
+        or ids.shape != (rows,)
+        or not mx.issubdtype(ids.dtype, mx.integer)
+    ):
+        found = f"{ids.dtype} {ids.shape}" if isinstance(ids, mx.array) else ids
+        raise ParameterError(
+            f"the sampler returned {found}; an array of one integer per row of its "
+            f"input [{rows}, V] is needed"
+        )
+    return ids

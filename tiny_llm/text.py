@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import index
 from typing import Any, SupportsIndex
 
@@ -13,37 +12,11 @@ from .errors import ParameterError, PromptError
 from .generation import stream_generate
 from .models import Decoder
 from .progress import Progress
+from .result import Result
 from .sampling import Sampler
 from .tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass
-class Result:
-    """What was generated. The token ids include the closing EOS id, the text does not.
-
-    finish_reason: "stop" (an EOS id came), "length" (max_new_tokens, or the context is
-    full), or "" while the stream is open or if it was closed early. prompt_seconds: to
-    the first token, decode_seconds: from there to the last.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str = ""
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def prompt_tokens_per_second(self) -> float:
-        """Prompt tokens over the time to the first token."""
-        return self.prompt_tokens / max(self.prompt_seconds, 1e-9)
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Tokens after the first over the time they took; 0 if there are none."""
-        return max(len(self.token_ids) - 1, 0) / max(self.decode_seconds, 1e-9)
 
 
 class TextStream(Iterator[str]):

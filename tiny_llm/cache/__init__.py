@@ -1,14 +1,18 @@
 """Cache layouts: each keeps one layer's keys and values and attends over them."""
 
 from .base import Held, KvCache, Layout, NoCache, rewind
+from .batching import BatchingKvCache
 from .create import create_kv_cache, create_page_pool
 from .full import QuantizedKvCache, TinyKvFullCache
 from .paged import PagedKvCache, fork
 from .pool import PagePool
 from .rotating import RotatingKvCache
+from .step_plan import Append, StepPlan
 from .table import PageTable
 
 __all__ = [
+    "Append",
+    "BatchingKvCache",
     "Held",
     "KvCache",
     "Layout",
@@ -18,6 +22,7 @@ __all__ = [
     "PagedKvCache",
     "QuantizedKvCache",
     "RotatingKvCache",
+    "StepPlan",
     "TinyKvFullCache",
     "create_kv_cache",
     "create_page_pool",

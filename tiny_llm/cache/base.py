@@ -215,6 +215,11 @@ def rewind(cache: Sequence[KvCache], length: int) -> None:
     Raises ParameterError, nothing changed, if a layer cannot.
     """
     length = whole_number("length", length, least=0)
+    if any(isinstance(entry.offset, mx.array) for entry in cache):
+        raise ParameterError(
+            "the requests of a batch differ in length: rewind them one by one, "
+            "[entry.request(slot) for entry in cache]"
+        )
     for entry in cache:
         entry.check_rewind(entry.offset - length)
     for entry in cache:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
-from ..errors import ParameterError
-from ..memory import PAGE_SIZE, KvShape, check_windows, checked_packing
+from ..errors import ParameterError, whole_number
+from ..memory import KvShape, check_windows, checked_packing
 from .base import KvCache
+from .batching import batching_cache
 from .full import QuantizedKvCache, TinyKvFullCache
 from .paged import paged_cache
 from .pool import PagePool
@@ -122,36 +123,62 @@ def _paged(
     reserve: int = 0,
 ) -> list[KvCache]:
     """Pages of a pool that others share, or of a pool of its own of so many tokens."""
-    if pool is None:
-        if tokens is None and memory is None:
-            raise ParameterError(
-                "a paged cache needs pool=, or the size of its own: tokens= or memory="
-            )
-        pool = PagePool(
-            shape,
-            dtype,
-            tokens=tokens,
-            memory=memory,
-            page_size=PAGE_SIZE if page_size is None else page_size,
-            bits=bits,
-            group_size=group_size,
-            max_requests=1,
-            max_append=max_append,
-        )
-    else:
-        own = {"tokens": tokens, "memory": memory, "page_size": page_size}
-        own |= {"bits": bits, "group_size": group_size, "max_append": max_append}
-        given = [name for name, value in own.items() if value is not None]
-        if given:
-            raise ParameterError(f"{given[0]}= is the pool's own; leave it out")
-        if not isinstance(pool, PagePool):
-            raise ParameterError(f"pool is {pool!r}; a PagePool is needed")
-        if (pool.shape, pool.dtype) != (shape, dtype):
-            raise ParameterError(
-                f"the pool is for {pool.shape} in {pool.dtype}, the model has {shape} "
-                f"in {dtype}: use model.create_page_pool()"
-            )
+    own = {"tokens": tokens, "memory": memory, "page_size": page_size}
+    own |= {"bits": bits, "group_size": group_size, "max_append": max_append}
+    pool = _pool_of("paged", pool, shape, dtype, own, 1)
     return list(paged_cache(PageTable(pool, reserve)))
+
+
+def _batching(
+    shape: KvShape,
+    dtype: mx.Dtype,
+    *,
+    slots: int | None = None,
+    pool: PagePool | None = None,
+    tokens: int | None = None,
+    memory: int | None = None,
+    page_size: int | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    max_append: int | None = None,
+) -> list[KvCache]:
+    """Slots for requests side by side; the pages as for "paged"."""
+    if slots is None:
+        raise ParameterError("a batching cache needs slots=, requests side by side")
+    slots = whole_number("slots", slots, least=1)
+    own = {"tokens": tokens, "memory": memory, "page_size": page_size}
+    own |= {"bits": bits, "group_size": group_size, "max_append": max_append}
+    pool = _pool_of("batching", pool, shape, dtype, own, slots)
+    return [cast(KvCache, entry) for entry in batching_cache(pool, slots)]
+
+
+def _pool_of(
+    kind: str,
+    pool: PagePool | None,
+    shape: KvShape,
+    dtype: mx.Dtype,
+    own: dict[str, int | None],
+    requests: int,
+) -> PagePool:
+    """The pool given, or one of its own with those options for so many requests."""
+    given: dict[str, Any] = {k: v for k, v in own.items() if v is not None}
+    if pool is None:
+        if "tokens" not in given and "memory" not in given:
+            raise ParameterError(
+                f"a {kind} cache needs pool=, or the size of its own: tokens= or "
+                f"memory="
+            )
+        return PagePool(shape, dtype, max_requests=requests, **given)
+    for name in given:
+        raise ParameterError(f"{name}= is the pool's own; leave it out")
+    if not isinstance(pool, PagePool):
+        raise ParameterError(f"pool is {pool!r}; a PagePool is needed")
+    if (pool.shape, pool.dtype) != (shape, dtype):
+        raise ParameterError(
+            f"the pool is for {pool.shape} in {pool.dtype}, the model has {shape} "
+            f"in {dtype}: use model.create_page_pool()"
+        )
+    return pool
 
 
 _KINDS: dict[str, Callable[..., list[KvCache]]] = {
@@ -159,4 +186,5 @@ _KINDS: dict[str, Callable[..., list[KvCache]]] = {
     "quantized": _quantized,
     "rotating": _rotating,
     "paged": _paged,
+    "batching": _batching,
 }

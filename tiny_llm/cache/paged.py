@@ -36,9 +36,7 @@ class PagedKvCache:
     def nbytes(self) -> int:
         """Bytes of the pages that the request holds in this layer, shared ones too."""
         pages = len(self.table.held[self.group].pages)
-        rows = self.pool.rows[self.layer]
-        total = self.pool.allocators[self.group].count
-        return sum(array.nbytes for array in rows) // total * pages
+        return self.pool.page_bytes * pages
 
     @property
     def state(self) -> list[mx.array]:

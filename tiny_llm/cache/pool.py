@@ -27,7 +27,7 @@ Slots = tuple[int, int]  # neighbouring rows of the pool, start to stop
 
 
 class PagePool:
-    """Pages of `page_size` tokens for every layer of a model, allocated once.
+    """Pages of `page_size` tokens for every layer of a model, bounded in number.
 
     Per layer one array [2 * Hkv, slots, ...] in a format, the heads of K and then those
     of V; page p is the slots p * page_size and on. Layers of the same window form a
@@ -47,13 +47,15 @@ class PagePool:
         group_size: int | None = None,
         max_requests: int | None = None,
         max_append: int | None = None,
+        grows: bool = False,
     ) -> None:
         """The size: room for `tokens` tokens, or at most `memory` bytes.
 
         bits, group_size: packed as QuantizedKvCache does. max_requests: so many
         requests at once, appending max_append tokens at most (2048 unless told
         otherwise), bound the pages of layers with a window; without it they get as
-        many as the others.
+        many as the others. grows: memory is allocated when pages are first used (one
+        layer is copied at a time), else all of it now.
         Raises ParameterError.
         """
         self.shape, self.dtype = shape, dtype
@@ -80,6 +82,7 @@ class PagePool:
             raise ParameterError("give the pool's size as one of tokens= and memory=")
         self.windows = sorted(set(shape.windows), key=lambda w: (w is not None, w or 0))
         self.group_of = [self.windows.index(window) for window in shape.windows]
+        # of a page in one layer
         page_bytes = self.page_size * shape.row_bytes(*(packing or ()))
         layers = [self.group_of.count(group) for group in range(len(self.windows))]
 
@@ -113,23 +116,49 @@ class PagePool:
                 f"a pool of {cost(pages)} bytes does not fit into the machine's "
                 f"{physical_memory()}"
             )
-        self.allocators = [PageAllocator(count) for count in counts(pages)]
-        sample = self.format.encode(mx.zeros((1, shape.head_dim), dtype=dtype))
-        self.rows: list[Rows] = [
-            tuple(
-                mx.zeros(
-                    (2 * shape.kv_heads, self._slots(group), part.shape[-1]),
-                    dtype=part.dtype,
-                )
-                for part in sample
-            )
-            for group in self.group_of
+        self.page_bytes, self.most_bytes, self.grows = page_bytes, cost(pages), grows
+        self.allocators = [
+            PageAllocator(count, compact=grows) for count in counts(pages)
         ]
+        self.rows: list[Rows] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Allocate the arrays anew, all 0."""
+        heads, dim = self.shape.kv_heads, self.shape.head_dim
+        sample = self.format.encode(mx.zeros((1, dim), dtype=self.dtype))
+        self.rows = []  # (before the new ones come)
+        for group in self.group_of:
+            slots = 0 if self.grows else self._slots(group)
+            shapes = [(2 * heads, slots, part.shape[-1]) for part in sample]
+            pairs = zip(shapes, sample, strict=True)
+            self.rows.append(tuple(mx.zeros(shape, x.dtype) for shape, x in pairs))
         mx.eval(self.rows)
+
+    def back(self, group: int, page: int) -> None:
+        """Have memory for the pages up to `page`, and for half as many more."""
+        if not self.grows:
+            return
+        size, count = self.page_size, self.allocators[group].count
+        slots = min(count, max(page + 1, (page + 1) * 3 // 2)) * size
+        for layer, own in enumerate(self.group_of):
+            rows = self.rows[layer]
+            have = rows[0].shape[1]
+            if own != group or have >= (page + 1) * size:
+                continue
+            more = tuple(
+                mx.concatenate(
+                    [x, mx.zeros((x.shape[0], slots - have, x.shape[2]), x.dtype)],
+                    axis=1,
+                )
+                for x in rows
+            )
+            mx.eval(more)
+            self.rows[layer] = more
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, free ones included; fixed."""
+        """Bytes allocated now, free pages included; most_bytes at most."""
         return sum(array.nbytes for rows in self.rows for array in rows)
 
     @property
@@ -154,6 +183,17 @@ class PagePool:
             else:
                 array[:, _indices(slots)] = part
 
+    def write_at(self, layer: int, slots: mx.array, rows: Rows) -> None:
+        """Store rows [2 * Hkv, n, ...] in the pool's format at slots int [n]."""
+        for array, part in zip(self.rows[layer], rows, strict=True):
+            array[:, slots] = part
+
+    def clear(self, layer: int, slots: Sequence[Slots]) -> None:
+        """Set slots to 0."""
+        for array in self.rows[layer]:
+            for start, stop in slots:
+                array[:, start:stop] = 0
+
     def read(self, layer: int, slots: Slots) -> tuple[Rows, Rows]:
         """K and V [1, Hkv, S, ...] of neighbouring slots, as views."""
         heads, (start, stop) = self.shape.kv_heads, slots
@@ -161,6 +201,28 @@ class PagePool:
         keys = tuple(array[None, :heads, start:stop] for array in rows)
         values = tuple(array[None, heads:, start:stop] for array in rows)
         return keys, values
+
+    def lanes(
+        self, layer: int, start: int, stride: int, count: int, length: int
+    ) -> tuple[mx.array, mx.array]:
+        """K and V [count, Hkv, length, D] from slots at equal distances, as views.
+
+        Only of numbers, not of packed rows. Request i is read from start + i * stride.
+        """
+        (rows,) = self.rows[layer]
+        heads = self.shape.kv_heads
+        _, slots, dim = rows.shape
+        shape = (count, heads, length, dim)
+        strides = (stride * dim, slots * dim, dim, 1)
+        first = start * dim
+        keys = mx.as_strided(rows, shape, strides, first)
+        return keys, mx.as_strided(rows, shape, strides, first + heads * slots * dim)
+
+    def gather(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """K and V [B, Hkv, S, D] of slots int [B, S], copied; only of numbers."""
+        (rows,) = self.rows[layer]
+        found = rows[:, slots].swapaxes(0, 1)
+        return found[:, : self.shape.kv_heads], found[:, self.shape.kv_heads :]
 
     def copy_page(self, group: int, source: int, target: int) -> None:
         """Copy what one page holds to another, in all layers of a group."""

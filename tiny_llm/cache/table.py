@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -26,14 +26,17 @@ class PageTable:
     def __init__(self, pool: PagePool, reserve: int = 0) -> None:
         """reserve: tokens whose pages are taken with the first ones, side by side.
 
-        Layers with a window take none in reserve: theirs come and go.
+        The first ones after an adoption count too. Layers with a window take none in
+        reserve: theirs come and go.
         """
         self.pool = pool
         self.reserve = whole_number("reserve", reserve, least=0)
         self.lengths = [0] * len(pool.group_of)  # tokens that each layer holds
         # each is replaced as a whole, never changed: Ctrl-C may come at any moment
         self.held = [_Pages(0, ()) for _ in pool.windows]
+        self._begin = [0] * len(self.held)  # before it tokens of a group never came
         self._ready = (0, 0)  # tokens that may be written: their pages are our own
+        self._adopted = False  # and nothing reserved since
         self._runs = [(held, _runs(held, 1)) for held in self.held]
         pool.tables.add(self)
         self._end = weakref.finalize(self, _abandon, pool.allocators, self.held)
@@ -68,7 +71,26 @@ class PageTable:
             ]
             for group, plan in zip(groups, plans, strict=True):
                 self._carry_out(group, plan)
+            self._adopted = False
             self._ready = (start, stop)
+
+    def adopt(self, held: Sequence[tuple[int, Sequence[int]]], length: int) -> None:
+        """Hold found pages as those of the first `length` tokens of an empty table.
+
+        held: per group how many pages the window has left behind, and those after them
+        (Match.held). The pages must hold these tokens in all layers.
+        """
+        assert self.length == 0, "only an empty table adopts"
+        assert not any(self.pages)
+        found = [_Pages(dropped, tuple(pages)) for dropped, pages in held]
+        lengths = [length] * len(self.lengths)
+        with self._books():
+            for allocator, (_, pages) in zip(self.pool.allocators, found, strict=True):
+                for page in pages:
+                    allocator.hold(page)
+            # (in one line: Ctrl-C finds an empty table or one that holds them all)
+            self.held[:], self.lengths, self._adopted = found, lengths, True
+            self._ready = (0, 0)
 
     def restore(self, layer: int, start: int, stop: int) -> None:
         """Take pages for the tokens start .. stop of a layer that holds none yet.
@@ -83,7 +105,7 @@ class PageTable:
             plan = self._plan(group, held, start, stop)
             self.held[group] = held
             self._carry_out(group, plan)
-        self.lengths[layer] = stop
+        self._begin[group], self.lengths[layer] = start, stop
 
     def slots(self, group: int, start: int, stop: int) -> list[Slots]:
         """Where the tokens start .. stop lie: runs of neighbouring slots."""
@@ -106,6 +128,7 @@ class PageTable:
         group = self.pool.group_of[layer]
         window = self.pool.windows[group]
         first = self.held[group].dropped * self.pool.page_size
+        first = max(first, self._begin[group])
         if window is not None and left and max(0, left - window + 1) < first:
             raise ParameterError(
                 f"cannot rewind {n} tokens of a paged cache at {length}: the pages of "
@@ -129,14 +152,14 @@ class PageTable:
                 for page in used:
                     self.pool.allocators[group].hold(page)
                 other.held[group] = _Pages(dropped, used)
-            other.lengths = list(self.lengths)
+            other.lengths, other._begin = list(self.lengths), list(self._begin)
             self._ready = (0, 0)
         return other
 
     def free(self) -> None:
         """Give all pages back; the table is empty then."""
         self.lengths = [0] * len(self.lengths)
-        self.reserve = 0
+        self.reserve, self._adopted = 0, False
         self._trim()
 
     def check(self) -> None:
@@ -169,7 +192,7 @@ class PageTable:
         if window is not None:
             behind = min(self.lengths) - window + 1 - SLACK
             leave = max(0, behind // size - dropped)
-        elif not pages:
+        elif not pages or self._adopted:
             until = max(stop, self.reserve)
         new = max(0, -(-until // size) - dropped - len(pages))
         first = max(0, start // size - dropped)
@@ -182,10 +205,15 @@ class PageTable:
         free += sum(allocator.references[p] == 1 for p in pages[:leave])
         if needed > free:
             self.pool.refuse(group, needed, free)
-        return _Plan(leave, shared, new)
+        findable = [  # (where a rewind led back into pages that were complete)
+            page
+            for page in pages[first:]
+            if page in allocator.findable and allocator.references[page] == 1
+        ]
+        return _Plan(leave, shared, findable, new)
 
     def _carry_out(self, group: int, plan: _Plan) -> None:
-        if plan == _Plan(0, [], 0):
+        if plan == _Plan(0, [], [], 0):
             return
         allocator, (dropped, held) = self.pool.allocators[group], self.held[group]
         pages = list(held[plan.leave :])
@@ -193,21 +221,28 @@ class PageTable:
         self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
         for page in held[: plan.leave]:
             allocator.release(page)
+        for page in plan.findable:
+            allocator.claim(page)
         for place in plan.shared:
             before = pages[place - 1] if place else None
             (page,) = allocator.allocate(1, after=before)
+            self.pool.back(group, page)
             self.pool.copy_page(group, pages[place], page)
             allocator.release(pages[place])
             pages[place] = page
         after = pages[-1] if pages else None
-        final = not pages and self.reserve > 0 and self.pool.windows[group] is None
+        final = self.reserve > 0 and self.pool.windows[group] is None
+        final = final and (not pages or self._adopted)
         pages += allocator.allocate(plan.new, after=after, final=final)
+        self.pool.back(group, max(pages, default=0))
         self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
 
     def _trim(self) -> None:
         """Give back the pages beyond the tokens and their reserve."""
         self._ready = (0, 0)
         length, size = self.length, self.pool.page_size
+        if not length:
+            self._begin = [0] * len(self.held)
         with self._books():
             for group, (dropped, pages) in enumerate(self.held):
                 windowed = self.pool.windows[group] is not None
@@ -218,7 +253,7 @@ class PageTable:
                 if length and len(kept) == len(pages):
                     continue
                 self.held[group] = _Pages(dropped if length else 0, kept)
-                for page in pages[len(kept) :]:
+                for page in reversed(pages[len(kept) :]):  # heads stay findable longest
                     self.pool.allocators[group].release(page)
 
 
@@ -230,10 +265,12 @@ class _Pages(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """For one group: pages to give back, places of shared pages, pages to take."""
+    """For one group: pages to give back, places of shared pages, pages that must not be
+    found any more, pages to take."""
 
     leave: int
     shared: list[int]
+    findable: list[int]
     new: int
 
 
@@ -251,4 +288,4 @@ def _runs(held: _Pages, size: int) -> list[tuple[int, int, int]]:
 
 def _abandon(allocators: list[PageAllocator], held: list[_Pages]) -> None:
     for allocator, (_, pages) in zip(allocators, held, strict=True):
-        allocator.abandon(pages)
+        allocator.abandon(pages[::-1])

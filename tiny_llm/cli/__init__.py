@@ -1,4 +1,4 @@
-"""The command line: `tiny-llm generate`, `chat`, `info`, `plan`, `cache`.
+"""The command line: `tiny-llm generate`, `batch`, `chat`, `info`, `plan`, `cache`.
 
 Nothing slow is imported here: each command's module imports what it needs.
 """

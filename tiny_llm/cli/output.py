@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from ..kernels import on_gpu
 from ..progress import Progress, progress_bar
-from ..text import Result, TextStream
+from ..result import Result
+from ..text import TextStream
 
 
 class Shown(NamedTuple):

@@ -34,7 +34,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             args.text, unknown = lone, []
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
-    if "temperature" in args and 0 <= args.temperature < 1e-4:
+    # (a line of a batch may have a temperature of its own)
+    if args.command != "batch" and 0 <= getattr(args, "temperature", 1) < 1e-4:
         idle = [name for name in _NEED_TEMPERATURE if getattr(args, name) is not None]
         if idle:
             option = "--" + idle[0].replace("_", "-")
@@ -45,6 +46,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--system has no effect with --raw")
     if args.command == "info" and args.model is None and args.revision is not None:
         parser.error("--revision has no effect without MODEL")
+    if args.command == "batch" and args.o == "-" and args.force:
+        parser.error("--force has no effect without -o FILE")
     if args.command == "cache" and args.action == "make":
         _check_make(args)
     return args
@@ -107,6 +110,19 @@ def build_parser() -> argparse.ArgumentParser:
     add_generation(generate, new_tokens=256)
     add_kv_bits(generate)
     add_prefill_chunk(generate)
+    batch = add_command(
+        commands,
+        "batch",
+        "FILE [options]",
+        "answer a file of prompts, many at the same time",
+        "Answer a file of prompts, many at the same time. Each line of FILE is a JSON "
+        'object, {"prompt": "..."} or {"messages": [...]}, and may have an "id" and '
+        'settings of its own: "max_tokens", "temperature", "top_k", "top_p", "min_p", '
+        '"seed", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs". A line that '
+        "cannot be answered gets an error, and the others go on. After it was stopped, "
+        "the same command goes on behind the answers that are there.",
+    )
+    _add_batch(batch)
     chat = add_command(
         commands,
         "chat",
@@ -151,6 +167,47 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_cache(cache)
     return parser
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help='the prompts; "-" reads standard input')
+    add(
+        "-o",
+        metavar="FILE",
+        default="-",
+        help='the answers, a line each in the order of the prompts; "-" (the default) '
+        "writes standard output, where nothing can be gone on with",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="answer all lines anew, whatever the file of answers holds",
+    )
+    add_model(parser)
+    add_chat_or_raw(parser, "each prompt is")
+    add_system(parser)
+    add_generation(parser, new_tokens=256)
+    add(
+        "--max-batch",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="prompts at the same time (default: %(default)s)",
+    )
+    add(
+        "--kv-memory",
+        type=size,
+        metavar="SIZE",
+        help="the most that all keys and values may take, such as 2GB (default: 512 "
+        "tokens for each of --max-batch, in at most a quarter of the memory)",
+    )
+    add_kv_bits(parser)
+    add(
+        "--no-prefix-cache",
+        action="store_true",
+        help="compute anew what prompts have in common",
+    )
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -165,9 +165,20 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = SwiGLU(c.hidden_size, c.intermediate_size, c.mlp_bias)
 
-    def __call__(self, x: mx.array, rotation: Rotation, cache: KvCache) -> mx.array:
-        """x: [B, L, E] -> [B, L, E]; appends to the layer's cache."""
+    def __call__(
+        self,
+        x: mx.array,
+        rotation: Rotation,
+        cache: KvCache,
+        rows: mx.array | None = None,
+    ) -> mx.array:
+        """x: [B, L, E] -> [B, L, E]; appends to the layer's cache.
+
+        rows: int [n], the only ones that are wanted after attention: [n, L, E].
+        """
         x = self.self_attn(self.input_layernorm(x), x, rotation, cache)
+        if rows is not None:
+            x = x[rows]
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
@@ -189,15 +200,17 @@ class Decoder(nn.Module):
         offset: Offset = 0,
         cache: Sequence[KvCache] | None = None,
         logits_to_keep: int | mx.array | None = None,
+        rows_to_keep: mx.array | None = None,
     ) -> mx.array:
-        """Logits [B, L or kept, V] of input_ids [B, L] (int32).
+        """Logits [B or kept, L or kept, V] of input_ids [B, L] (int32).
 
         The ids must be within the vocabulary: they may be lazy, so nobody checks.
 
         offset: the absolute position of input_ids[b, 0], one int or one per row; with
         a cache, the number of tokens it holds. cache: one entry per layer, which is
         appended to, or None. logits_to_keep: project only the last n positions (0:
-        none), or those of an index array. Raises ParameterError.
+        none), or those of an index array. rows_to_keep: the same for rows, by an index
+        array int [n]. Raises ParameterError.
         """
         if input_ids.ndim != 2:
             raise ParameterError(
@@ -212,8 +225,9 @@ class Decoder(nn.Module):
         batch, length = input_ids.shape
         rotation = self.config.rope.rotation(offset, batch, length)
         x = self.embed_tokens.look_up(input_ids)
-        for layer, layer_cache in zip(self.layers, caches, strict=True):
-            x = layer(x, rotation, layer_cache)
+        last = len(caches) - 1
+        for index, (layer, entry) in enumerate(zip(self.layers, caches, strict=True)):
+            x = layer(x, rotation, entry, rows_to_keep if index == last else None)
         x = self.norm(_keep(x, logits_to_keep))
         return self.embed_tokens(x) if self.config.tied else self.lm_head(x)
 
@@ -227,6 +241,7 @@ class Decoder(nn.Module):
         tokens; bits=, group_size=, reserve=.
         "paged": pool= of create_page_pool, or a pool of its own with its options;
         reserve= tokens side by side. One request per cache.
+        "batching": slots= requests side by side, in pages as "paged" has them.
 
         Raises ParameterError for an unknown kind or option, and for what the model's
         layers do not allow, naming them.

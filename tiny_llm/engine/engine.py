@@ -1,0 +1,318 @@
+"""Many requests at once: submit them, or have a whole list answered."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from ..errors import (
+    EngineClosedError,
+    ParameterError,
+    RequestError,
+    TinyLLMError,
+    whole_number,
+)
+from ..kernels import on_gpu
+from ..memory import PAGE_SIZE
+from ..models import Decoder
+from ..progress import Progress, progress_bar
+from ..result import Result
+from ..tokenizer import Tokenizer
+from .budget import StepCost
+from .core import Core, Entry
+from .handle import Handle
+from .intake import Intake, Prompt
+from .kv import KvMemory, default_kv_memory
+from .params import SamplingParams
+from .request import Request
+from .runner import Runner
+from .scheduler import Scheduler
+from .stats import Stats, stats_of
+
+
+class Engine:
+    """Answers many requests at once; each as if it were alone.
+
+    `with Engine(model, tokenizer) as engine: engine.generate(prompts)`, or `submit` and
+    iterate the handles. Without a thread the steps are taken by whoever waits for a
+    result (or calls `step`); `start` has one thread take them, for servers and
+    coroutines. Submitting and cancelling is possible from any thread.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_batch: int = 32,
+        max_step_tokens: int = 512,
+        kv_memory: int | None = None,
+        page_size: int = PAGE_SIZE,
+        prefix_cache: bool = True,
+        kv_bits: int | None = None,
+        kv_group_size: int | None = None,
+        pipeline: bool | None = None,
+        page_views: bool | None = None,
+    ) -> None:
+        """tokenizer: for prompts that are text, and for text in the answers.
+
+        max_batch: requests that run at the same time. max_step_tokens: rows of one step
+        at most. kv_memory: bytes for keys and values at most, taken as they are needed
+        (None: max_batch times 512 tokens, or the model's context if that is more, in at
+        most a quarter of the machine's memory). page_size: tokens a page. prefix_cache:
+        find what prompts have in common with earlier ones. kv_bits, kv_group_size:
+        packed as a "quantized" cache. pipeline: launch a step before the tokens of the
+        one before are read (None: on a GPU). page_views: read pages where they lie
+        rather than gather them (None: except on a GPU).
+
+        Raises ParameterError.
+        """
+        max_batch = whole_number("max_batch", max_batch, least=1)
+        max_step_tokens = whole_number("max_step_tokens", max_step_tokens, least=1)
+        self.model, self.tokenizer = model, tokenizer
+        packing = {"bits": kv_bits, "group_size": kv_group_size}
+        self.pool = model.create_page_pool(
+            memory=default_kv_memory(model, max_batch, page_size, packing)
+            if kv_memory is None
+            else whole_number("kv_memory", kv_memory, least=1),
+            page_size=page_size,
+            max_requests=max_batch,
+            max_append=max_step_tokens,
+            grows=True,
+            **packing,
+        )
+        self._intake = Intake(model, tokenizer)
+        self._memory = KvMemory(self.pool, prefix_cache)
+        cost = StepCost()
+        self._scheduler = Scheduler(
+            self._memory, cost, max_batch=max_batch, max_step_tokens=max_step_tokens
+        )
+        self._core = Core(
+            Runner(model, self.pool, page_views),
+            self._memory,
+            self._scheduler,
+            cost,
+            pipeline=on_gpu() if pipeline is None else pipeline,
+        )
+        self._numbers = count()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._stepping = threading.Lock()
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Handle:
+        """Have a prompt answered; returns at once. From any thread.
+
+        prompt: a string (continued as it is), chat messages, which go through the chat
+        template with template_options, or token ids.
+
+        Raises PromptError, ParameterError, ChatTemplateError or OutOfPagesError (it
+        would not fit if it were alone) at once, and EngineClosedError.
+        """
+        number = next(self._numbers)
+        request, stop_ids = self._intake.request(
+            number, prompt, params, template_options
+        )
+        self._memory.refuse(request)
+        handle = Handle(self, request)
+        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
+        entry = Entry(request, handle, stop_ids, self.tokenizer, detokenizer)
+        self._tell(lambda: self._core.add(entry))
+        return handle
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> list[Result]:
+        """Answer prompts; the results are in their order.
+
+        params: for all, or one each. progress: called with (answers done, of how many);
+        None draws a bar if standard error is a terminal. A prompt that cannot be used
+        gives a result with finish_reason "error". On Ctrl-C all are cancelled.
+
+        Raises ParameterError for other arguments, before any work.
+        """
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+            raise ParameterError(f"prompts is {prompts!r:.60}; a list is needed")
+        each: list[Any] = [params] * len(prompts)
+        if isinstance(params, Sequence):
+            each = list(params)
+        if len(each) != len(prompts):
+            raise ParameterError(f"{len(each)} params for {len(prompts)} prompts")
+        waiting: list[Handle | Result] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                try:
+                    handle = self.submit(prompt, own, template_options=template_options)
+                    waiting.append(handle)
+                except EngineClosedError:
+                    raise
+                except TinyLLMError as error:
+                    if own is not None and not isinstance(own, SamplingParams):
+                        raise
+                    waiting.append(Result(finish_reason="error", error=error))
+            if progress is not None:
+                return self._results(waiting, progress)
+            with progress_bar("answering") as bar:
+                return self._results(waiting, bar)
+        except BaseException:
+            for item in waiting:
+                if isinstance(item, Handle):
+                    item.cancel()
+            if self._thread is None:
+                with self._work():
+                    self._take_news()
+            raise
+
+    def step(self) -> bool:
+        """One step of all requests: schedule, run, postprocess.
+
+        False: there was nothing to do. Raises ParameterError where a thread does that.
+        """
+        if self._thread is not None:
+            raise ParameterError("the engine's own thread takes the steps")
+        return self._step()
+
+    def start(self) -> None:
+        """Have one thread take the steps, from now on until `close`."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        with self._news:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._loop, name="tiny_llm engine", daemon=True
+                )
+                self._thread.start()
+                # A thread that is cut off within MLX would abort the process.
+                atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the thread after its step, and cancel what has not ended."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self.close)
+        with self._work():
+            self._take_news()
+            for entry in list(self._core.entries.values()):
+                self._core.cancel(entry.request)
+
+    @property
+    def stats(self) -> Stats:
+        """Where the engine stands, and what it has done so far."""
+        return stats_of(self._core, waiting=len(self._inbox))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless pages, tables and requests agree."""
+        with self._stepping:
+            self._core.check()
+
+    # For handles.
+
+    def drive(self, wait: Callable[[], None]) -> None:
+        """Bring all requests on by a step: wait for the thread, or take the step."""
+        if self._thread is not None:
+            wait()
+        else:
+            self._step()
+
+    def ensure_thread(self) -> None:
+        """Have a thread that steps, without anybody driving."""
+        if self._thread is None and not self._closed:
+            self.start()
+
+    def cancel(self, request: Request) -> None:
+        """End a request before the next step."""
+        with self._news:
+            self._inbox.append(lambda: self._core.cancel(request))
+            self._news.notify_all()
+
+    def _results(
+        self, waiting: Sequence[Handle | Result], progress: Progress
+    ) -> list[Result]:
+        results = []
+        for item in waiting:
+            if isinstance(item, Result):
+                results.append(item)
+                continue
+            while not item.request.done:
+                item.wait()
+                done = sum(isinstance(w, Result) or w.request.done for w in waiting)
+                progress(done, len(waiting))
+            results.append(item.result())
+        return results
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        with self._news:
+            if self._closed:
+                raise EngineClosedError("the engine is closed: make another one")
+            self._inbox.append(news)
+            self._news.notify_all()
+
+    def _take_news(self) -> bool:
+        """Do what was asked for since the last step."""
+        found = False
+        while self._inbox:
+            self._inbox[0]()  # (twice, where Ctrl-C comes in between)
+            self._inbox.popleft()
+            found = True
+        return found
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """For whoever works on the requests: one at a time."""
+        with self._stepping, self._core.guarded():
+            yield
+
+    def _step(self) -> bool:
+        with self._work():
+            found = self._take_news()
+            return self._core.step() or found
+
+    def _loop(self) -> None:
+        while True:
+            with self._news:
+                while not (self._inbox or self._core.entries or self._closed):
+                    self._news.wait()
+                if self._closed:
+                    return
+            try:
+                self._step()
+            except BaseException as error:  # our mistake: nobody must wait for ever
+                self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        cause = error if isinstance(error, Exception) else RequestError(repr(error))
+        with self._work():
+            for entry in list(self._core.entries.values()):
+                self._core.fail(entry.request, cause)

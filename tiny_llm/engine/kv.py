@@ -1,0 +1,126 @@
+"""The scheduler's memory: a pool of pages, and what can be found again in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..cache import PagePool, PageTable
+from ..cache.prefix import PrefixIndex
+from ..errors import OutOfPagesError, whole_number
+from ..memory import kv_cache_bytes, page_count, physical_memory
+from ..models import Decoder
+from .request import Request
+
+_TOKENS_EACH = 512  # of KV memory for each request, unless told otherwise
+
+
+class KvMemory:
+    """Pages for requests. With prefix_cache, full pages are shared and found again."""
+
+    def __init__(self, pool: PagePool, prefix_cache: bool) -> None:
+        self.pool = pool
+        self.index: PrefixIndex | None = None
+        if prefix_cache:
+            self.index = PrefixIndex(pool.allocators, pool.page_size, pool.windows)
+
+    def refuse(self, request: Request) -> None:
+        """Raise OutOfPagesError for a request that the empty pool has no room for."""
+        size, append = self.pool.page_size, self.pool.max_append
+        for group, window in enumerate(self.pool.windows):
+            needed = page_count(request.most, size, window, append)
+            total = self.pool.allocators[group].count
+            if needed > total:
+                raise OutOfPagesError(
+                    f"a prompt of {len(request.prompt)} tokens with up to "
+                    f"{request.limit} more needs {needed} pages of {size} tokens, but "
+                    f"the engine's kv_memory ({self.pool.most_bytes} bytes) holds "
+                    f"{total}: shorten one of them, or give the engine more memory"
+                )
+
+    def open(self, request: Request, reserve: int) -> bool:
+        """Pages for a request that has none, those of known tokens among them.
+
+        reserve: tokens whose pages are taken at once, side by side. Sets table,
+        computed, and once what was cached. False: too few pages, nothing changed.
+        """
+        table = PageTable(self.pool, reserve)
+        found, reason = 0, None
+        if self.index is not None:
+            tokens = request.prompt + request.output
+            self.index.extend(request.digests, tokens)
+            match = self.index.match(request.digests, tokens)
+            found, reason = match.tokens, match.reason
+            table.adopt(match.held, found)
+        try:
+            table.prepare(found, found + 1)
+        except OutOfPagesError:
+            table.free()
+            return False
+        request.table, request.computed = table, found
+        if not request.preemptions:
+            request.cached_tokens, request.cache_miss_reason = found, reason
+        return True
+
+    def grow(self, request: Request, stop: int) -> bool:
+        """Make its tokens up to `stop` writable. False: too few pages, as before."""
+        try:
+            request.table.prepare(request.computed, stop)
+        except OutOfPagesError:
+            return False
+        return True
+
+    def close(self, request: Request) -> None:
+        """Take all its pages back; what is in the index can still be found."""
+        if request.table is not None:
+            request.table.free()
+            request.table = None
+
+    def store(self, request: Request, start: int, count: int) -> None:
+        """Make the full pages findable that were filled by the tokens from start on."""
+        if self.index is None or request.table is None:
+            return
+        size = self.pool.page_size
+        blocks = range(start // size, (start + count) // size)
+        if not blocks:
+            return
+        tokens = request.prompt + request.output
+        self.index.extend(request.digests, tokens)
+        for block in blocks:
+            pages = []
+            for dropped, held in request.table.held:
+                place = block - dropped
+                pages.append(held[place] if 0 <= place < len(held) else None)
+            self.index.add(request.digests, tokens, block, pages)
+
+    def forget(self, request: Request) -> None:
+        """Its pages may hold nonsense: none of them is to be found again."""
+        if self.index is not None and request.table is not None:
+            self.index.drop([held.pages for held in request.table.held])
+
+    def renew(self) -> None:
+        """Begin with empty pages; nothing is to be found again."""
+        if self.index is not None:
+            self.index.drop([range(a.count) for a in self.pool.allocators])
+        self.pool.renew()
+
+    def check(self) -> None:
+        """Raise AssertionError unless all books agree."""
+        self.pool.check()
+        if self.index is not None:
+            self.index.check()
+        for table in self.pool.tables:
+            table.check()
+
+
+def default_kv_memory(
+    model: Decoder, max_batch: int, page_size: int, packing: Mapping[str, Any]
+) -> int:
+    """Bytes of KV memory where nobody says: see Engine."""
+    shape = model.config.kv_shape(model.kv_dtype().size)
+    page_size = whole_number("page_size", page_size, least=1)
+    tokens = max(max_batch * _TOKENS_EACH, model.config.context_length)
+    wanted = kv_cache_bytes(
+        shape, "paged", tokens=tokens, page_size=page_size, max_append=tokens, **packing
+    )
+    return min(wanted, physical_memory() // 4)
