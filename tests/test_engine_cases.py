@@ -49,22 +49,26 @@ def test_no_user_ever_sees_anothers_secret(smollm2_gguf):
             f"{shared}The secret word of user {i} is {word}. Repeat it:"
         )
         expected = list(stream_generate(m, ids, max_new_tokens=12))
-        users.append((word, ids, expected, beyond_doubt(m, ids, expected)))
-    assert min(len(ids) for _, ids, _, _ in users) >= 8
-    assert max(len(ids) for _, ids, _, _ in users) <= 64
-    assert sum(sure for *_, sure in users) >= 12 * 16 - 24
+        users.append((word, ids, expected))
+    assert min(len(ids) for _, ids, _ in users) >= 8
+    assert max(len(ids) for _, ids, _ in users) <= 64
+    doubtful = set()
     with Engine(m, tokenizer, max_batch=8, page_size=8, kv_memory=32 << 20) as engine:
         for _ in range(3):
             draw.shuffle(users)
             results = engine.generate(
-                [ids for _, ids, _, _ in users], sampling(12, ignore_eos=True)
+                [ids for _, ids, _ in users], sampling(12, ignore_eos=True)
             )
             engine.check_integrity()
-            for (word, _, expected, sure), result in zip(users, results, strict=True):
-                assert result.token_ids[:sure] == expected[:sure]
+            for (word, ids, expected), result in zip(users, results, strict=True):
+                if result.token_ids != expected:
+                    sure = beyond_doubt(m, ids, expected)
+                    assert result.token_ids[:sure] == expected[:sure]
+                    doubtful.add(word)
                 said = result.text.lower()
                 assert not [w for w in WORDS if w != word and w in said]
             assert all(result.error is None for result in results)
+        assert len(doubtful) <= 2
         assert engine.stats.cached_tokens > 600
         finish(engine)
 

@@ -21,8 +21,17 @@ def check_sampling(
         raise ParameterError(f"seed must be below 2^64, got {seed}")
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a finite number that a float can hold, and no truth value."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False
+
+
 def _number(name: str, value: float, *, most: float) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (good and math.isfinite(value) and 0 <= value <= most):
+    if not (is_number(value) and 0 <= value <= most):
         limit = "0 or more" if most == math.inf else f"within 0 .. {most:g}"
-        raise ParameterError(f"{name} must be a number {limit}, got {value!r}")
+        raise ParameterError(f"{name} must be a number {limit}, got {value!r:.60}")

@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from ..errors import ParameterError, TinyLLMError
 from ..result import Result
 from .batch_lines import Line
 
-_BEGINNING = b'{"line": '  # of every answer
+_BEGINNING = re.compile(rb'\{"line": [1-9][0-9]*(, "|,? ?$)')  # of every answer
 
 
 class Kept(NamedTuple):
@@ -50,7 +51,7 @@ class Answers:
             return Kept(0, 0)
         end = errors = answers = 0
         for raw in () if force else self._file:
-            if not raw.endswith(b"\n") and raw.startswith(_BEGINNING[: len(raw)]):
+            if not raw.endswith(b"\n") and _is_torn(raw):
                 break
             answer = self._parse(raw)
             line = next(lines, None)
@@ -166,3 +167,8 @@ def _claim(file: BinaryIO, name: str, source: BinaryIO) -> None:
         raise ParameterError(f"{name} is being written by another process") from None
     except OSError:  # a file system without locks
         return
+
+
+def _is_torn(raw: bytes) -> bool:
+    """Whether it may be the beginning of an answer."""
+    return b'{"line": '.startswith(raw) or _BEGINNING.match(raw) is not None

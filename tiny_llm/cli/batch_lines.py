@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
@@ -75,7 +76,9 @@ def id_of(fields: Mapping[str, Any]) -> dict[str, str | int | float]:
     if "id" not in fields:
         return {}
     value = fields["id"]
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    number = isinstance(value, int) and not isinstance(value, bool)
+    number = number or (isinstance(value, float) and math.isfinite(value))
+    if not number and not isinstance(value, str):
         raise ParameterError(f"id must be a string or a number, got {value!r:.60}")
     return {"id": value}
 

@@ -138,7 +138,7 @@ class Core:
                 self._end(request, entry.ended)
         self._cut = False
 
-    def fail(self, request: Request, error: Exception) -> None:
+    def fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error."""
         self._end(request, "error", _failure(request, error))
 
@@ -256,29 +256,26 @@ class Core:
                 self.memory.store(request, segment.start, segment.count)
                 continue
             place = launched.place[request.number]
-            problem = errors.get(place) or self._problem(tokens[place], tops[place])
-            if problem is not None:
-                self.memory.forget(request)
-                self.fail(request, problem)
+            wrong = _not_numbers(tops[place])
+            if wrong is not None:
+                self.memory.forget(request)  # nor are its keys
+                self.fail(request, wrong)
                 continue
             self.memory.store(request, segment.start, segment.count)
+            problem = errors.get(place) or self._not_a_token(tokens[place])
+            if problem is not None:
+                self.fail(request, problem)
+                continue
             logprob = logprobs[place] if request.params.logprobs else None
             self._emit(request, tokens[place], logprob)
 
-    def _problem(self, token: int, top: float) -> Exception | None:
-        """Why a token cannot be used, or None."""
-        if not math.isfinite(top):
-            return RequestError(
-                "the model's logits are not numbers"
-                if math.isnan(top)
-                else f"the model's largest logit is {top}"
-            )
+    def _not_a_token(self, token: int) -> Exception | None:
         vocabulary = self.runner.model.config.vocab_size
-        if not 0 <= token < vocabulary:
-            return RequestError(
-                f"the sampler chose an id that is not in the vocabulary of {vocabulary}"
-            )
-        return None
+        if 0 <= token < vocabulary:
+            return None
+        return RequestError(
+            f"the sampler chose an id that is not in the vocabulary of {vocabulary}"
+        )
 
     def _emit(self, request: Request, token: int, logprob: float | None) -> None:
         entry = self.entries[request.number]
@@ -298,6 +295,7 @@ class Core:
     def _begin(self, request: Request) -> None:
         entry = self.entries[request.number]
         if entry.handle.start():
+            request.begun = True
             self.prompt_tokens += len(request.prompt)
             self.cached_tokens += request.cached_tokens
 
@@ -327,15 +325,26 @@ class Core:
         self.rows += rows
 
 
-def _failure(request: Request, error: Exception) -> RequestError:
-    failure = RequestError(f"request {request.number} failed: {error}")
+def _failure(request: Request, error: BaseException) -> RequestError:
+    failure = RequestError(
+        f"request {request.number} failed: {str(error) or repr(error)}"
+    )
     failure.__cause__ = error
     return failure
 
 
+def _not_numbers(top: float) -> Exception | None:
+    """What is wrong with logits whose largest is `top`, or None."""
+    if math.isfinite(top):
+        return None
+    if math.isnan(top):
+        return RequestError("the model's logits are not numbers")
+    return RequestError(f"the model's largest logit is {top}")
+
+
 def _values(
     launched: Launched,
-) -> tuple[list[int], list[float], list[float], dict[int, Exception]]:
+) -> tuple[list[int], list[float], list[float], dict[int, BaseException]]:
     """What a step chose, as numbers of Python."""
     if launched.sampled is None:
         return [], [], [], {}

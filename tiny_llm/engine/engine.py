@@ -11,6 +11,8 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
+import mlx.core as mx
+
 from ..errors import (
     EngineClosedError,
     ParameterError,
@@ -73,8 +75,21 @@ class Engine:
 
         Raises ParameterError.
         """
+        _check(model, tokenizer)
+        for name, value in (
+            ("prefix_cache", prefix_cache),
+            ("pipeline", True if pipeline is None else pipeline),
+            ("page_views", True if page_views is None else page_views),
+        ):
+            if not isinstance(value, bool):
+                raise ParameterError(f"{name} must be True or False, got {value!r}")
         max_batch = whole_number("max_batch", max_batch, least=1)
         max_step_tokens = whole_number("max_step_tokens", max_step_tokens, least=1)
+        if page_views is not None and kv_bits is not None:
+            raise ParameterError(
+                "page_views has no effect with kv_bits: packed keys are read request "
+                "by request"
+            )
         self.model, self.tokenizer = model, tokenizer
         packing = {"bits": kv_bits, "group_size": kv_group_size}
         self.pool = model.create_page_pool(
@@ -101,8 +116,10 @@ class Engine:
             pipeline=on_gpu() if pipeline is None else pipeline,
         )
         self._numbers = count()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._arrived: deque[Entry] = deque()
+        self._cancelled: deque[Request] = deque()
         self._stepping = threading.Lock()
+        self._stepper = 0  # the thread that works
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -130,8 +147,8 @@ class Engine:
         prompt: a string (continued as it is), chat messages, which go through the chat
         template with template_options, or token ids.
 
-        Raises PromptError, ParameterError, ChatTemplateError or OutOfPagesError (it
-        would not fit if it were alone) at once, and EngineClosedError.
+        Raises at once PromptError, ParameterError, TokenizerError (ChatTemplateError),
+        OutOfPagesError (it would not fit if it were alone) and EngineClosedError.
         """
         number = next(self._numbers)
         request, stop_ids = self._intake.request(
@@ -141,7 +158,11 @@ class Engine:
         handle = Handle(self, request)
         detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
         entry = Entry(request, handle, stop_ids, self.tokenizer, detokenizer)
-        self._tell(lambda: self._core.add(entry))
+        with self._news:
+            if self._closed:
+                raise EngineClosedError("the engine is closed: make another one")
+            self._arrived.append(entry)
+            self._news.notify_all()
         return handle
 
     def generate(
@@ -162,11 +183,18 @@ class Engine:
         """
         if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
             raise ParameterError(f"prompts is {prompts!r:.60}; a list is needed")
+        if progress is not None and not callable(progress):
+            raise ParameterError(f"progress is {progress!r}; a function is needed")
         each: list[Any] = [params] * len(prompts)
         if isinstance(params, Sequence):
             each = list(params)
         if len(each) != len(prompts):
             raise ParameterError(f"{len(each)} params for {len(prompts)} prompts")
+        for own in each:
+            if own is not None and not isinstance(own, SamplingParams):
+                raise ParameterError(
+                    f"params is {own!r:.60}; SamplingParams are needed"
+                )
         waiting: list[Handle | Result] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):
@@ -176,8 +204,6 @@ class Engine:
                 except EngineClosedError:
                     raise
                 except TinyLLMError as error:
-                    if own is not None and not isinstance(own, SamplingParams):
-                        raise
                     waiting.append(Result(finish_reason="error", error=error))
             if progress is not None:
                 return self._results(waiting, progress)
@@ -197,7 +223,7 @@ class Engine:
 
         False: there was nothing to do. Raises ParameterError where a thread does that.
         """
-        if self._thread is not None:
+        if self._thread is not None and not self._closed:
             raise ParameterError("the engine's own thread takes the steps")
         return self._step()
 
@@ -208,7 +234,7 @@ class Engine:
         with self._news:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._loop, name="tiny_llm engine", daemon=True
+                    target=self._run, name="tiny_llm engine", daemon=True
                 )
                 self._thread.start()
                 # A thread that is cut off within MLX would abort the process.
@@ -230,7 +256,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Where the engine stands, and what it has done so far."""
-        return stats_of(self._core, waiting=len(self._inbox))
+        return stats_of(self._core, waiting=len(self._arrived))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pages, tables and requests agree."""
@@ -254,8 +280,9 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request before the next step."""
         with self._news:
-            self._inbox.append(lambda: self._core.cancel(request))
-            self._news.notify_all()
+            if not (self._closed or request.done):
+                self._cancelled.append(request)
+                self._news.notify_all()
 
     def _results(
         self, waiting: Sequence[Handle | Result], progress: Progress
@@ -272,37 +299,52 @@ class Engine:
             results.append(item.result())
         return results
 
-    def _tell(self, news: Callable[[], None]) -> None:
-        with self._news:
-            if self._closed:
-                raise EngineClosedError("the engine is closed: make another one")
-            self._inbox.append(news)
-            self._news.notify_all()
-
     def _take_news(self) -> bool:
         """Do what was asked for since the last step."""
-        found = False
-        while self._inbox:
-            self._inbox[0]()  # (twice, where Ctrl-C comes in between)
-            self._inbox.popleft()
-            found = True
+        found = bool(self._arrived or self._cancelled)
+        while self._arrived:
+            self._core.add(self._arrived[0])  # (twice, where Ctrl-C comes in between)
+            self._arrived.popleft()
+        while self._cancelled:
+            self._core.cancel(self._cancelled[0])
+            self._cancelled.popleft()
         return found
 
     @contextmanager
     def _work(self) -> Iterator[None]:
         """For whoever works on the requests: one at a time."""
+        if self._stepper == threading.get_ident():
+            raise ParameterError("a sampler must not take steps of its own engine")
         with self._stepping, self._core.guarded():
-            yield
+            self._stepper = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._stepper = 0
 
     def _step(self) -> bool:
         with self._work():
             found = self._take_news()
             return self._core.step() or found
 
+    def _run(self) -> None:
+        """What the thread does."""
+        try:
+            self._loop()
+        finally:
+            # MLX's streams of a thread that is gone abort the process as it ends
+            mx.synchronize()
+            mx.clear_streams()
+
     def _loop(self) -> None:
         while True:
             with self._news:
-                while not (self._inbox or self._core.entries or self._closed):
+                while not (
+                    self._arrived
+                    or self._cancelled
+                    or self._core.entries
+                    or self._closed
+                ):
                     self._news.wait()
                 if self._closed:
                     return
@@ -316,3 +358,14 @@ class Engine:
         with self._work():
             for entry in list(self._core.entries.values()):
                 self._core.fail(entry.request, cause)
+
+
+def _check(model: object, tokenizer: object) -> None:
+    """Raise ParameterError for what is no model or no tokenizer."""
+    if not callable(getattr(model, "create_page_pool", None)):
+        raise ParameterError(
+            f"model is {model!r:.60}; a loaded model is needed, as in "
+            f"model, tokenizer = tiny_llm.load(...)"
+        )
+    if tokenizer is not None and not callable(getattr(tokenizer, "detokenizer", None)):
+        raise ParameterError(f"tokenizer is {tokenizer!r:.60}; a Tokenizer is needed")

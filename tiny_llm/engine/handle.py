@@ -109,12 +109,12 @@ class Handle(Iterator[Piece], AsyncIterator[Piece]):
     def wait(self) -> None:
         """Until something new happened: to this request, or without a thread to any."""
         if not self.request.done:
-            self._driver.drive(self._wait)
+            self._driver.drive(lambda: self._wait(any_piece=False))
 
     def result(self) -> Result:
         """Wait for the end. Whatever became of the request, nothing is raised."""
         while not self.request.done:
-            self._driver.drive(self._wait)
+            self.wait()
         return self._result
 
     def __aiter__(self) -> Handle:
@@ -197,10 +197,10 @@ class Handle(Iterator[Piece], AsyncIterator[Piece]):
             with suppress(RuntimeError):  # the event loop is closed: nobody waits
                 self._wakers.popleft()()
 
-    def _wait(self) -> None:
-        """Until there is a piece or the end."""
+    def _wait(self, any_piece: bool = True) -> None:
+        """Until there is a piece (any_piece: or was, unread) or the end."""
         event = threading.Event()
-        if self._ask(event.set, any_piece=True):
+        if self._ask(event.set, any_piece):
             # (in slices: an endless wait would not see Ctrl-C on every platform)
             while not event.wait(0.5):
                 pass
@@ -215,4 +215,8 @@ class Handle(Iterator[Piece], AsyncIterator[Piece]):
     def _ask(self, wake: Callable[[], object], any_piece: bool) -> bool:
         """Be woken by what comes next; False if there is something already."""
         self._wakers.append(wake)  # first: what comes after the look wakes
-        return not (self.request.done or (any_piece and self._unread))
+        there = self.request.done or (any_piece and self._unread)
+        if there:
+            with suppress(ValueError):  # woken in between
+                self._wakers.remove(wake)
+        return not there

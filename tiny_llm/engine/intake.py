@@ -64,6 +64,11 @@ class Intake:
         self, prompt: Prompt, template_options: Mapping[str, Any] | None
     ) -> list[int]:
         ids: Any = prompt
+        if template_options is not None and not _is_chat(prompt):
+            raise ParameterError(
+                "template_options have an effect on chat messages only, and the prompt "
+                "is none"
+            )
         if self.tokenizer is not None:
             ids = encode_prompt(self.tokenizer, prompt, template_options)
         elif isinstance(prompt, str):
@@ -71,8 +76,13 @@ class Intake:
                 "the prompt is text, but the engine has no tokenizer: give it one, or "
                 "give token ids"
             )
-        elif template_options is not None:
-            raise ParameterError(
-                "template_options have no effect on an engine without a tokenizer"
-            )
         return checked_prompt(ids, self.config.vocab_size)
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    """Whether it is messages (or tries to be), neither text nor token ids."""
+    return (
+        not isinstance(prompt, str)
+        and isinstance(prompt, Sequence)
+        and any(isinstance(item, Mapping) for item in prompt)
+    )

@@ -58,7 +58,7 @@ class KvMemory:
             table.free()
             return False
         request.table, request.computed = table, found
-        if not request.preemptions:
+        if not request.begun:
             request.cached_tokens, request.cache_miss_reason = found, reason
         return True
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ParameterError, whole_number
-from ..sampling_checks import check_sampling
+from ..sampling_checks import check_sampling, is_number
+
+# Decides whatever the logits are, and is still far from overflow.
+_MOST_BIAS = 1e6
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ def _biases(biases: object) -> dict[int, float]:
     checked = {}
     for id, bias in biases.items():
         id = _count("a token id of logit_bias", id, least=0)
-        good = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        if not good or not math.isfinite(bias):
+        if not is_number(bias) or abs(bias) > _MOST_BIAS:
             raise ParameterError(
-                f"logit_bias of token {id} must be a finite number, got {bias!r}"
+                f"logit_bias of token {id} must be a finite number within "
+                f"{-_MOST_BIAS:g} .. {_MOST_BIAS:g}, got {bias!r:.60}"
             )
         checked[id] = float(bias)
     return checked

@@ -17,7 +17,8 @@ class Request:
     computed: tokens whose K/V are stored, or on their way. in_flight: tokens sampled
     but not read yet, 0 or 1. digests: of the full pages, as PrefixIndex keeps them.
     table: its pages (a PageTable) while it runs. keys: of its random choices, once it
-    made one. done: it ended, and whatever is still computed for it is dropped.
+    made one. begun: a step has computed something of it. done: it ended, and whatever
+    is still computed for it is dropped.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Request:
     cached_tokens: int = 0
     cache_miss_reason: str | None = None
     keys: Any = None
+    begun: bool = False
     done: bool = False
 
     @property

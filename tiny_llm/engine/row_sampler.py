@@ -23,7 +23,7 @@ class Sampled(NamedTuple):
     tokens: mx.array
     tops: mx.array
     logprobs: mx.array | None
-    errors: dict[int, Exception]
+    errors: dict[int, BaseException]
 
 
 def sample(
@@ -36,7 +36,7 @@ def sample(
     if any(request.params.sampler is not None for request in requests):
         mx.eval(logits)
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-    errors: dict[int, Exception] = {}
+    errors: dict[int, BaseException] = {}
     rows: list[int] = []
     chosen: list[mx.array] = []
     for row, request in enumerate(requests):
@@ -50,7 +50,9 @@ def sample(
                 mx.eval(ids)
             chosen.append(ids)
             rows.append(row)
-        except Exception as error:  # the caller's sampler; the others go on
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the caller's sampler, sys.exit() too
             errors[row] = error
     if rows:
         tokens[mx.array(rows)] = mx.concatenate(chosen)

@@ -86,9 +86,6 @@ class Runner:
                 if sampling and len(sampling) < plan.rows
                 else None,
             )
-        except BaseException:
-            plan.undo()
-            raise
         finally:
             self.batch.plan = None
         sampled, place = None, {}

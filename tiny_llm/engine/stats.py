@@ -31,6 +31,7 @@ class Stats(NamedTuple):
 def stats_of(core: Core, waiting: int) -> Stats:
     """The numbers of a core; waiting: besides, on their way to it."""
     pool, running = core.memory.pool, core.scheduler.running
+    unfinished = [*running, *core.scheduler.waiting]
     return Stats(
         waiting=len(core.scheduler.waiting) + waiting,
         running=len(running),
@@ -40,7 +41,7 @@ def stats_of(core: Core, waiting: int) -> Stats:
         kv_bytes=pool.nbytes,
         steps=core.steps,
         rows=core.rows,
-        preemptions=core.preemptions + sum(r.preemptions for r in running),
+        preemptions=core.preemptions + sum(r.preemptions for r in unfinished),
         prompt_tokens=core.prompt_tokens,
         cached_tokens=core.cached_tokens,
     )

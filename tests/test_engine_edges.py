@@ -1,0 +1,166 @@
+"""Corners of the engine that a review found: each was wrong once."""
+
+import json
+import sys
+
+import pytest
+from oracle import DATA, goldens, model
+
+import tiny_llm
+from tiny_llm import Engine, ParameterError, SamplingParams
+from tiny_llm.engine import handle as handles
+
+VARIANT = "llama_tied"
+
+
+def params(n=8, **options):
+    return SamplingParams(max_tokens=n, ignore_eos=True, **options)
+
+
+@pytest.fixture
+def engine():
+    with Engine(model(VARIANT), page_size=16, max_batch=4) as engine:
+        yield engine
+
+
+def test_waiting_for_a_result_beside_a_thread_sleeps(engine, monkeypatch):
+    calls = []
+    ask = handles.Handle._ask
+    monkeypatch.setattr(handles.Handle, "_ask", lambda *a: calls.append(1) or ask(*a))
+    engine.start()
+    handle = engine.submit([1, 2], params(60))
+    assert len(handle.result().token_ids) == 60
+    assert len(calls) <= 62  # once a token, and not as often as it can
+    assert len(handle._wakers) <= 1
+    assert "".join(piece.text for piece in handle) == ""
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_numbers_beyond_a_float_are_refused(name):
+    with pytest.raises(ParameterError, match=name):
+        SamplingParams(**{name: 10**400})
+
+
+@pytest.mark.parametrize("bias", [10**400, 1e39, -1e39, float("inf"), 1e7])
+def test_a_bias_that_would_overflow_is_refused(bias):
+    with pytest.raises(ParameterError, match="logit_bias of token 5"):
+        SamplingParams(logit_bias={5: bias})
+
+
+def test_a_failing_sampler_does_not_cost_others_the_prefix(engine):
+    system = goldens(VARIANT)[1].ids * 3
+    system = (system * 64)[:64]
+    engine.submit([*system, 1], params()).result()
+    assert engine.submit([*system, 2], params()).result().cached_tokens == 64
+    bad = engine.submit([*system, 3], params(sampler=lambda p: 1 / 0)).result()
+    assert bad.finish_reason == "error"
+    assert engine.submit([*system, 4], params()).result().cached_tokens == 64
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_sampler_that_exits_ends_its_own_request(engine, threaded):
+    alone = engine.submit([5, 6, 7], params()).result().token_ids
+    if threaded:
+        engine.start()
+    neighbour = engine.submit([5, 6, 7], params())
+    gone = engine.submit([1, 2], params(sampler=lambda p: sys.exit()))
+    assert gone.result().finish_reason == "error"
+    assert "SystemExit" in str(gone.result().error)
+    assert neighbour.result().token_ids == alone
+
+
+def test_a_sampler_cannot_step_its_own_engine(engine):
+    handle = engine.submit([1, 2], params(sampler=lambda p: engine.step()))
+    assert "steps of its own engine" in str(handle.result().error)
+    assert engine.submit([1, 2], params()).result().finish_reason == "length"
+
+
+def test_what_was_cached_stays_what_it_was_after_a_cut(engine, monkeypatch):
+    handle = engine.submit(list(range(1, 66)), params())
+    for _ in range(4):
+        engine.step()
+    runner = engine._core.runner
+
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "launch", cut)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert handle.result().cached_tokens == 0
+    assert engine.stats.cached_tokens == 0
+
+
+def test_stats_count_who_is_preempted_now_and_no_cancellation():
+    shape = model(VARIANT).config.kv_shape(4)
+    memory = 9 * 16 * shape.row_bytes() * len(shape.windows)
+    with Engine(model(VARIANT), page_size=16, max_batch=4, kv_memory=memory) as engine:
+        engine._scheduler._answers, engine._scheduler._answer_tokens = 1, 1
+        for n in range(3):
+            engine.submit([n, *range(40)], params(60))
+        seen = 0
+        while engine.step():
+            unfinished = [*engine._scheduler.running, *engine._scheduler.waiting]
+            now = sum(request.preemptions for request in unfinished)
+            assert engine.stats.preemptions >= max(seen, now)
+            seen = engine.stats.preemptions
+        assert seen > 0
+        done = engine.submit([1], params(1))
+        done.result()
+        done.cancel()
+        assert engine.stats.waiting == 0
+
+
+def test_template_options_are_refused_where_there_is_no_template(engine):
+    with pytest.raises(ParameterError, match="template_options"):
+        engine.submit([1, 2], template_options={"x": 1})
+    loaded = tiny_llm.load(DATA / "llama_llama3rope_bias")
+    with Engine(*loaded) as chatty, pytest.raises(ParameterError, match="template_op"):
+        chatty.submit("Hello", template_options={"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prefix_cache": "no"}, "prefix_cache must be True or False"),
+        ({"pipeline": 1}, "pipeline must be True or False"),
+        ({"page_views": "no"}, "page_views must be True or False"),
+        ({"page_views": True, "kv_bits": 8}, "page_views has no effect with kv_bits"),
+    ],
+)
+def test_options_that_would_be_misread_are_refused(options, words):
+    with pytest.raises(ParameterError, match=words):
+        Engine(model("qwen3"), **options)
+
+
+def test_what_is_no_model_is_told_by_name():
+    for wrong in (None, "smollm2", (1, 2)):
+        with pytest.raises(ParameterError, match=r"tiny_llm.load\(\.\.\.\)"):
+            Engine(wrong)
+    with pytest.raises(ParameterError, match="tokenizer is 'x'"):
+        Engine(model(VARIANT), "x")
+
+
+def test_no_bad_number_and_no_foreign_line_spoils_a_file_of_answers(run, tmp_path):
+    prompts, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    huge = "1" + 400 * "0"
+    prompts.write_text(
+        f'{{"prompt": "a", "temperature": {huge}}}\n'
+        '{"prompt": "a", "id": 1e999}\n'
+        '{"prompt": "a", "id": 7}\n'
+    )
+    folder = str(DATA / "llama_llama3rope_bias")
+    command = ["batch", str(prompts), "-o", str(answers), "--model", folder]
+    command += ["--max-new-tokens", "2", "--raw"]
+    answers.write_text('{"line": 1 precious')
+    assert run(*command)[0] == 1
+    assert answers.read_text() == '{"line": 1 precious'
+    answers.write_text('{"line": 1,')  # torn
+    status, _, told = run(*command)
+    assert status == 1
+    first, second, third = map(json.loads, answers.read_text().splitlines())
+    assert "temperature" in first["error"]
+    assert "id must be" in second["error"]
+    assert third["id"] == 7
+    assert "1" in told
