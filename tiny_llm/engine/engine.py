@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +119,8 @@ class Engine:
         self._numbers = count()
         self._arrived: deque[Entry] = deque()
         self._cancelled: deque[Request] = deque()
-        self._stepping = threading.Lock()
-        self._stepper = 0  # the thread that works
+        # (an RLock: Ctrl-C as it is given back may leave it taken by this thread)
+        self._stepping = threading.RLock()
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -313,14 +314,15 @@ class Engine:
     @contextmanager
     def _work(self) -> Iterator[None]:
         """For whoever works on the requests: one at a time."""
-        if self._stepper == threading.get_ident():
-            raise ParameterError("a sampler must not take steps of its own engine")
+        frame = sys._getframe()
+        while frame := frame.f_back:  # type: ignore[assignment]
+            if (
+                frame.f_code is Core.step.__code__
+                and frame.f_locals["self"] is self._core
+            ):
+                raise ParameterError("a sampler must not take steps of its own engine")
         with self._stepping, self._core.guarded():
-            self._stepper = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._stepper = 0
+            yield
 
     def _step(self) -> bool:
         with self._work():
