@@ -48,7 +48,6 @@ class KvMemory:
         found, reason = 0, None
         if self.index is not None:
             tokens = request.prompt + request.output
-            self.index.extend(request.digests, tokens)
             match = self.index.match(request.digests, tokens)
             found, reason = match.tokens, match.reason
             table.adopt(match.held, found)
@@ -85,7 +84,6 @@ class KvMemory:
         if not blocks:
             return
         tokens = request.prompt + request.output
-        self.index.extend(request.digests, tokens)
         for block in blocks:
             pages = []
             for dropped, held in request.table.held:
