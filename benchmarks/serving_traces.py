@@ -19,6 +19,7 @@ TRACES = {
     "c-all": "the 64 requests of c, all at once",
     "d": "a prompt of 4,000 tokens (32 new) arriving among 8 streams (prompts of 64, "
     "256 new) that have written 16 tokens each",
+    "e": "8 prompts of 16 tokens at once, 128 new each: hardly more than decoding",
 }
 RATE = 0.27  # arrivals per second of trace c
 
@@ -57,6 +58,8 @@ def arrivals(
     def count(requests: int) -> int:
         return max(requests // 4, 2) if quick else requests
 
+    if name == "e":
+        return [Arrival(0.0, prompt(16), new(128)) for _ in range(count(8))]
     if name in ("a", "b"):
         requests = count(8 if name == "a" else 32)
         return [Arrival(0.0, prompt(128), new(64)) for _ in range(requests)]

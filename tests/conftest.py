@@ -1,3 +1,4 @@
+import gc
 import io
 import signal
 import sys
@@ -13,6 +14,15 @@ TINY = Path(__file__).parent / "data" / "llama_llama3rope_bias"
 # under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def quick_collections():
+    """For tests that collect garbage often: what there was before is left aside."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

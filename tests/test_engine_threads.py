@@ -414,6 +414,7 @@ def texts():
     return loaded, every, params, results
 
 
+@pytest.mark.usefixtures("quick_collections")
 @PIPELINE
 @pytest.mark.parametrize("part", range(4))
 def test_ctrl_c_at_any_line_of_a_step_leaves_books_and_answers_right(

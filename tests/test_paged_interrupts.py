@@ -96,6 +96,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupt_at_any_line_leaves_books_and_tokens_right(name):
     after, lengths = 0, {"rewind": 90 - 7, "free": 0}

@@ -378,6 +378,7 @@ def drive(name, how=SETTINGS):
         run_state_machine_as_test(lambda: PagedMachine(variant), settings=how)
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_whatever_happens_paged_requests_hold_and_see_what_lists_would(name):
     drive(name)

@@ -765,6 +765,7 @@ class Scene:
         check_all(self.pool, self.index, [*self.sessions, self.own, *others])
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("name", ["open", "write_again", "free", "drop"])
 def test_an_interrupt_at_any_line_leaves_only_right_pages_to_be_found(
     name, monkeypatch

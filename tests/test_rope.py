@@ -96,19 +96,46 @@ def test_rotation_is_the_formula_with_one_offset_per_row(offset, length):
     assert np.abs(np.array(out) - expected).max() < 1e-4
 
 
-def test_the_table_and_mlx_rope_agree(monkeypatch):
+@pytest.mark.parametrize(("length", "way"), [(3, "table"), (5, "waves")])
+def test_each_way_and_mlx_rope_agree(monkeypatch, length, way):
     # the Metal path calls mx.fast.rope, which runs on the CPU too
     from tiny_llm.kernels import rotary
 
     made = rope({"rope_type": "yarn", "factor": 4.0}, dim=16)
-    x = mx.random.normal((2, 3, 5, 16))
-    by_table = rotate(x, made.rotation([3, 9], 2, 5))
+    x = mx.random.normal((2, 3, length, 16))
+    rotation = made.rotation([3, 9], 2, length)
+    if rotary.can_fuse():
+        assert getattr(rotation, way) is not None
+    by_us = rotate(x, rotation)
     monkeypatch.setattr(rotary, "on_gpu", lambda: True)
-    rotation = made.rotation([3, 9], 2, 5)
-    assert rotation.table is None
-    assert mx.abs(rotate(x, rotation) - by_table).max() < 1e-5
-    one = made.rotation(4, 2, 5)
-    assert mx.abs(rotate(x, one) - rotate(x, made.rotation([4, 4], 2, 5))).max() == 0
+    rotation = made.rotation([3, 9], 2, length)
+    assert rotation.table is rotation.waves is None
+    assert mx.abs(rotate(x, rotation) - by_us).max() < 1e-5
+    one, two = made.rotation(4, 2, length), made.rotation([4, 4], 2, length)
+    assert mx.abs(rotate(x, one) - rotate(x, two)).max() == 0
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("length", [1, 40])
+def test_half_precision_is_rotated_in_float32(dtype, length):
+    made = rope({"rope_type": "default"}, dim=16)
+    x = mx.random.normal((1, 3, length, 16)).astype(dtype)
+    out = rotate(x, made.rotation(1000, 1, length))
+    full = rotate(x.astype(mx.float32), made.rotation(1000, 1, length))
+    assert out.dtype == dtype
+    assert mx.array_equal(out, full.astype(dtype))
+
+
+def test_where_chains_cannot_be_fused_many_tokens_are_rotated_alike(monkeypatch):
+    from tiny_llm.kernels import rotary
+
+    made = rope({"rope_type": "default"}, dim=16)
+    x = mx.random.normal((1, 3, 40, 16))
+    out = rotate(x, made.rotation(7, 1, 40))
+    monkeypatch.setattr(rotary, "can_fuse", lambda: False)
+    plain = made.rotation(7, 1, 40)
+    assert plain.waves is None
+    assert mx.abs(rotate(x, plain) - out).max() < 1e-5
 
 
 def test_part_of_a_head_may_be_rotated(monkeypatch):

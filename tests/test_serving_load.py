@@ -38,7 +38,7 @@ def report(load_module):
 # --- the traces
 
 
-@pytest.mark.parametrize("name", ["a", "b", "c", "c-all", "d"])
+@pytest.mark.parametrize("name", ["a", "b", "c", "c-all", "d", "e"])
 def test_a_trace_is_the_same_at_every_call_and_in_order_of_arrival(traces, name):
     trace = traces.arrivals(name, VOCABULARY)
     assert trace == traces.arrivals(name, VOCABULARY)
@@ -51,11 +51,16 @@ def test_a_trace_is_the_same_at_every_call_and_in_order_of_arrival(traces, name)
     assert len({tuple(request.prompt) for request in trace}) == len(trace)
 
 
-@pytest.mark.parametrize(("name", "requests"), [("a", 8), ("b", 32)])
-def test_a_and_b_are_prompts_of_128_at_once_with_64_new(traces, name, requests):
+@pytest.mark.parametrize(
+    ("name", "requests", "prompt", "new"),
+    [("a", 8, 128, 64), ("b", 32, 128, 64), ("e", 8, 16, 128)],
+)
+def test_a_b_and_e_are_prompts_of_one_length_at_once(
+    traces, name, requests, prompt, new
+):
     trace = traces.arrivals(name, VOCABULARY)
     assert [(r.at, len(r.prompt), r.new_tokens) for r in trace] == [
-        (0, 128, 64)
+        (0, prompt, new)
     ] * requests
 
 
@@ -96,7 +101,7 @@ def test_d_is_a_long_prompt_among_streams_that_run(traces):
     assert (len(late.prompt), late.new_tokens, late.after) == (4000, 32, 16)
 
 
-@pytest.mark.parametrize("name", ["a", "b", "c", "c-all", "d"])
+@pytest.mark.parametrize("name", ["a", "b", "c", "c-all", "d", "e"])
 def test_quick_traces_are_small_and_can_end(traces, name):
     for answers in (1.0, 0.01):
         trace = traces.arrivals(name, 320, quick=True, answers=answers)
@@ -122,8 +127,8 @@ def test_the_warm_up_shares_no_token_with_a_trace(traces):
 
 
 def test_a_trace_that_is_none_is_refused(traces):
-    with pytest.raises(ValueError, match=r"no trace 'e'.*a, b, c, c-all, d"):
-        traces.arrivals("e", VOCABULARY)
+    with pytest.raises(ValueError, match=r"no trace 'f'.*a, b, c, c-all, d, e"):
+        traces.arrivals("f", VOCABULARY)
 
 
 # --- the clock

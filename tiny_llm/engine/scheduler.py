@@ -181,9 +181,9 @@ class Scheduler:
     def _target(self, plan: _Plan, reading: int) -> float:
         """Milliseconds that the step may take, with `reading` prompts to be read."""
         decoding = len(plan.segments)
-        # Several who wait for their first token and as many as half of those who read:
-        # the sooner they decode, the fewer steps all take together.
-        if not decoding or (reading > 1 and 2 * reading >= decoding):
+        # Several who wait for their first token, beside no more than four times as
+        # many who decode: the sooner they all decode together, the fewer the steps.
+        if not decoding or (reading > 1 and 4 * reading >= decoding):
             return TARGET_MS
         alone = self.cost.estimate(plan.rows, plan.keys)
         return TARGET_MS if alone is None else min(TARGET_MS, SLOWER * alone)
