@@ -6,6 +6,7 @@ Plain Python and NumPy: the engines under test run elsewhere (serving_peers.py).
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -170,8 +171,9 @@ def metrics(
 ) -> dict[str, float]:
     """Rates per second of the makespan, latencies in seconds.
 
-    stall: the largest gap of the streams that a late request finds running (trace d) to
-    the median of all their gaps; stall_calm: to the median of those before it came.
+    stall: the largest gap, from the arrival of a late request on (trace d), of the
+    streams that it finds running, to the median of all their gaps; stall_calm: to the
+    median of those before it came.
     """
     makespan = max(t[-1] for t in times) - min(arrived)
     new = sum(map(len, times))
@@ -200,6 +202,8 @@ def metrics(
         before = ([at for at in t if at <= late[0]] for t in streams)
         calm = [gap for t in before for gap in np.diff(t).tolist()]
         found["late_first"] = next(t[0] for r, t in pairs if r.after) - late[0]
-        found["stall"] = max(running) / percentile(running, 50)
-        found["stall_calm"] = max(running) / percentile(calm, 50)
+        since = (t[bisect_right(t, late[0]) - 1 :] for t in streams)
+        worst = max(gap for t in since for gap in np.diff(t).tolist())
+        found["stall"] = worst / percentile(running, 50)
+        found["stall_calm"] = worst / percentile(calm, 50)
     return found

@@ -35,6 +35,8 @@ class CountedPages:
         self.reused = dict(reused)  # number -> tokens of its prompt that are found
         self.opened = []  # numbers and the tokens reserved
         self.refuse = set()  # numbers that find no page once
+        self.slow = {}  # number -> steps until its pages can be written to
+        self.delayed = False  # somebody's pages could not be, in this step
 
     @property
     def free(self):
@@ -55,7 +57,18 @@ class CountedPages:
         request.computed = min(self.reused.get(request.number, 0), request.length - 1)
         return True
 
+    def ready(self, request, coming, patient):
+        assert request.number in self.held
+        assert coming >= 0
+        if patient and self.slow.get(request.number, 0) > 0:
+            self.slow[request.number] -= 1
+            self.delayed = True
+            return False
+        self.slow.pop(request.number, None)
+        return True
+
     def grow(self, request, stop):
+        assert request.number not in self.slow
         more = self.needed(stop) - self.held[request.number]
         if more > self.free or request.number in self.refuse:
             self.refuse.discard(request.number)
@@ -95,6 +108,7 @@ class Play:
     def step(self):
         """Plan, check and count a step as run; returns it."""
         before, decoding = self.snapshot(), self.decoding()
+        self.memory.delayed = False
         plan = self.scheduler.schedule(settled=not self.unread)
         if plan is None:
             assert self.unread
@@ -178,7 +192,8 @@ class Play:
         if not all(served) or any(s.count < left(s) for s in plan):
             prompt_rows = sum(s.count for s in plan) - len(decoding)
             room = self.scheduler.max_step_tokens - len(decoding)
-            assert prompt_rows >= min(LEAST_ROWS, room), "prompts get on"
+            enough = prompt_rows >= min(LEAST_ROWS, room)
+            assert enough or self.memory.delayed, "prompts get on"
 
 
 def left(segment):

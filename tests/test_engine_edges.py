@@ -9,6 +9,7 @@ from oracle import DATA, goldens, model
 import tiny_llm
 from tiny_llm import Engine, ParameterError, SamplingParams
 from tiny_llm.engine import handle as handles
+from tiny_llm.engine import kv
 
 VARIANT = "llama_tied"
 
@@ -164,3 +165,41 @@ def test_no_bad_number_and_no_foreign_line_spoils_a_file_of_answers(run, tmp_pat
     assert "id must be" in second["error"]
     assert third["id"] == 7
     assert "1" in told
+
+
+def test_a_long_prompt_has_its_memory_made_without_stopping_the_streams(monkeypatch):
+    monkeypatch.setattr(kv, "_AT_ONCE", 1)  # byte: a layer a step
+    loaded = model(VARIANT)
+    prompt = (goldens(VARIANT)[0].ids * 30)[:200]
+    with Engine(loaded, page_size=16, max_batch=4) as engine:
+        expected = engine.generate([prompt[:5], prompt], params(40))
+    with Engine(loaded, page_size=16, max_batch=4) as engine:
+        stream = engine.submit(prompt[:5], params(40))
+        for _ in range(4):
+            engine.step()
+        before = [rows[0].shape[1] for rows in engine.pool.rows]
+        assert len(before) > 1
+        long, sizes = engine.submit(prompt, params(40)), []
+        while long.prefilled == 0:
+            tokens = len(stream.token_ids)
+            engine.step()
+            engine.check_integrity()
+            assert len(stream.token_ids) == tokens + 1
+            sizes.append([rows[0].shape[1] for rows in engine.pool.rows])
+        for n, now in enumerate(sizes[: len(before)], start=1):
+            assert [a > b for a, b in zip(now, before, strict=True)].count(True) == n
+        assert len(sizes) == len(before)
+        results = stream.result(), long.result()
+    for result, same in zip(results, expected, strict=True):
+        assert result.token_ids == same.token_ids
+
+
+def test_memory_for_all_that_wait_is_allocated_at_once():
+    with Engine(model(VARIANT), page_size=16, max_batch=4) as engine:
+        for n in range(4):
+            engine.submit([5 + n] * 20, params(12))
+        engine.step()
+        sizes = {rows[0].shape[1] for rows in engine.pool.rows}
+        assert sizes == {4 * 32}  # 31 tokens each, in pages of 16
+        while engine.step():
+            assert {rows[0].shape[1] for rows in engine.pool.rows} == sizes

@@ -132,6 +132,42 @@ def test_while_the_cost_is_unknown_a_step_takes_64_rows_of_prompts():
     assert shape(play.step()) == [(0, 30, 1, True), (1, 34, 64, False)]
 
 
+def test_while_memory_is_made_ready_others_decode_and_nobody_overtakes():
+    memory = CountedPages()
+    play = Play(memory)
+    streams = decoding(play, 2)
+    memory.slow[10] = 3
+    play.add(request(10, prompt=100), request(11, prompt=20))
+    for _ in range(3):
+        assert [s.request for s in play.step()] == streams
+    assert [s.request.number for s in play.step()][2:] == [10, 11]
+
+
+def test_where_nobody_decodes_memory_is_made_ready_at_once():
+    memory = CountedPages()
+    memory.slow[10] = 3
+    play = Play(memory)
+    play.add(request(10, prompt=100))
+    assert shape(play.step()) == [(10, 0, 100, True)]
+    assert not memory.slow
+
+
+def test_memory_is_made_ready_for_those_behind_too():
+    coming = []
+
+    class Noted(CountedPages):
+        def ready(self, request, tokens, patient):
+            coming.append(tokens)
+            return super().ready(request, tokens, patient)
+
+    play = Play(Noted(), max_batch=3)
+    play.add(*(request(n, prompt=100, limit=20) for n in range(4)))
+    play.step()
+    assert coming[0] == 2 * 119  # of the two that there is room for beside it
+    assert coming[1] == 119
+    assert coming[2] == 0
+
+
 def test_the_last_few_rows_of_a_prompt_are_not_left_over():
     def chunks(prompt, fit):
         cost = SimpleNamespace(
@@ -377,13 +413,15 @@ ARRIVAL = st.tuples(
     st.sampled_from([1, 4, 16]),  # page size
     st.sampled_from([0, 0, 1, 4, 20]),  # pages beyond what the largest needs
     st.sampled_from([0, 1, 1, 5]),  # length of an answer before: 0 expects long ones
+    st.integers(0, 4),  # how slowly memory is made ready
     st.booleans(),
     st.booleans(),
 )
 def test_every_request_ends_in_time_whatever_comes(
-    arrivals, longest, max_batch, more, page_size, spare, before, pipelined, known
+    arrivals, longest, max_batch, more, page_size, spare, before, slow, pipelined, known
 ):
     memory = CountedPages(0, page_size)
+    memory.slow = {n: slow * n % 5 for n in range(len(arrivals))}
     play = Play(
         memory,
         known_cost() if known else StepCost(),

@@ -229,13 +229,13 @@ def test_the_metrics_are_those_of_the_definition(traces):
 
 
 def test_a_stall_is_measured_on_the_streams_that_were_running(traces):
-    trace = [request(traces, new=6), request(traces, new=2, after=3)]
-    stream = [1.0, 2.0, 3.0, 9.0, 11.0, 13.0]
-    found = traces.metrics(trace, [0.0, 3.0], [stream, [8.0, 20.0]])
-    assert found["gap_max"] == 12.0
-    assert found["stall"] == 3.0  # 6 seconds, the median of 1, 1, 6, 2, 2 being 2
+    trace = [request(traces, new=8), request(traces, new=2, after=5)]
+    stream = [1.0, 11.0, 12.0, 13.0, 14.0, 20.0, 22.0, 24.0]
+    found = traces.metrics(trace, [0.0, 14.0], [stream, [18.0, 33.0]])
+    assert found["gap_max"] == 15.0
+    assert found["stall"] == 3.0  # 6 seconds (not 10), the median of all being 2
     assert found["stall_calm"] == 6.0
-    assert found["late_first"] == 5.0
+    assert found["late_first"] == 4.0
 
 
 # --- the tables

@@ -135,26 +135,31 @@ class PagePool:
             self.rows.append(tuple(mx.zeros(shape, x.dtype) for shape, x in pairs))
         mx.eval(self.rows)
 
-    def back(self, group: int, page: int) -> None:
-        """Have memory for the pages up to `page`, and for half as many more."""
-        if not self.grows:
-            return
-        size, count = self.page_size, self.allocators[group].count
-        slots = min(count, max(page + 1, (page + 1) * 3 // 2)) * size
+    def back(
+        self, group: int, page: int, *, ahead: int = 0, limit: int | None = None
+    ) -> bool:
+        """Have memory for the pages up to `page`, and `ahead` more if it is not there.
+
+        limit: bytes after which the layers left wait for the next call. False: so it
+        was. An array grows by half at least: in all, growing costs about two copies.
+        """
+        size = self.page_size
         for layer, own in enumerate(self.group_of):
             rows = self.rows[layer]
-            have = rows[0].shape[1]
-            if own != group or have >= (page + 1) * size:
+            have = rows[0].shape[1] // size
+            if own != group or have > page:
                 continue
-            more = tuple(
-                mx.concatenate(
-                    [x, mx.zeros((x.shape[0], slots - have, x.shape[2]), x.dtype)],
-                    axis=1,
-                )
-                for x in rows
-            )
-            mx.eval(more)
-            self.rows[layer] = more
+            if limit is not None and limit <= 0:
+                return False
+            count = self.allocators[group].count
+            pages = min(count, max(page + 1 + ahead, have * 3 // 2))
+            more = [(0, 0), (0, (pages - have) * size), (0, 0)]
+            larger = tuple(mx.pad(x, more) for x in rows)
+            mx.eval(larger)
+            self.rows[layer] = larger
+            if limit is not None:
+                limit -= sum(x.nbytes for x in larger)
+        return True
 
     @property
     def nbytes(self) -> int:

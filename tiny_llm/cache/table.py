@@ -57,9 +57,10 @@ class PageTable:
         """For each group, how many pages before those have been given back."""
         return [held.dropped for held in self.held]
 
-    def prepare(self, start: int, stop: int) -> None:
+    def prepare(self, start: int, stop: int, *, back: bool = True) -> None:
         """Make the tokens start .. stop writable in all layers.
 
+        back False: only take the pages; the pool may have no memory for them yet.
         Raises OutOfPagesError, nothing changed.
         """
         if self._ready[0] <= start and stop <= self._ready[1]:
@@ -70,7 +71,7 @@ class PageTable:
                 self._plan(group, self.held[group], start, stop) for group in groups
             ]
             for group, plan in zip(groups, plans, strict=True):
-                self._carry_out(group, plan)
+                self._carry_out(group, plan, back)
             self._adopted = False
             self._ready = (start, stop)
 
@@ -212,7 +213,7 @@ class PageTable:
         ]
         return _Plan(leave, shared, findable, new)
 
-    def _carry_out(self, group: int, plan: _Plan) -> None:
+    def _carry_out(self, group: int, plan: _Plan, back: bool = True) -> None:
         if plan == _Plan(0, [], [], 0):
             return
         allocator, (dropped, held) = self.pool.allocators[group], self.held[group]
@@ -234,7 +235,8 @@ class PageTable:
         final = self.reserve > 0 and self.pool.windows[group] is None
         final = final and (not pages or self._adopted)
         pages += allocator.allocate(plan.new, after=after, final=final)
-        self.pool.back(group, max(pages, default=0))
+        if back:
+            self.pool.back(group, max(pages, default=0))
         self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
 
     def _trim(self) -> None:

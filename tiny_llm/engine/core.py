@@ -110,6 +110,8 @@ class Core:
         segments = self._schedule()
         if not segments and self._launched is None:
             return False
+        if not self.pipeline:
+            self._last = time.perf_counter()  # what scheduling allocates costs no row
         for request, *_ in segments or ():
             self._begin(request)
         launched = self._launch(segments) if segments else None

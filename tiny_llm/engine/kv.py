@@ -13,6 +13,9 @@ from ..models import Decoder
 from .request import Request
 
 _TOKENS_EACH = 512  # of KV memory for each request, unless told otherwise
+# Bytes allocated in a step beside which others decode: some 10 to 30 ms on a CPU. All
+# that a long prompt needs would stop their streams for a second.
+_AT_ONCE = 16 << 20
 
 
 class KvMemory:
@@ -52,7 +55,7 @@ class KvMemory:
             found, reason = match.tokens, match.reason
             table.adopt(match.held, found)
         try:
-            table.prepare(found, found + 1)
+            table.prepare(found, found + 1, back=False)
         except OutOfPagesError:
             table.free()
             return False
@@ -60,6 +63,19 @@ class KvMemory:
         if not request.begun:
             request.cached_tokens, request.cache_miss_reason = found, reason
         return True
+
+    def ready(self, request: Request, coming: int, patient: bool) -> bool:
+        """Whether there is memory for the pages taken by `open`; allocate it.
+
+        coming: tokens of requests behind it, whose memory is allocated with its own.
+        patient: allocate a part only, the rest at the next calls. False: so it was.
+        """
+        ahead = -(-coming // self.pool.page_size)
+        limit = _AT_ONCE if patient else None
+        return all(
+            self.pool.back(group, max(held.pages, default=-1), ahead=ahead, limit=limit)
+            for group, held in enumerate(request.table.held)
+        )
 
     def grow(self, request: Request, stop: int) -> bool:
         """Make its tokens up to `stop` writable. False: too few pages, as before."""

@@ -31,6 +31,13 @@ class Memory(Protocol):
         .cache_miss_reason. False: there are too few pages, and nothing has changed.
         """
 
+    def ready(self, request: Request, coming: int, patient: bool) -> bool:
+        """Whether the pages that `open` took can be written to; work on it.
+
+        coming: tokens that those behind it will take pages for. patient: only a part
+        of the work at a time, since others wait for their next tokens.
+        """
+
     def grow(self, request: Request, stop: int) -> bool:
         """Make the tokens up to stop writable; what `open` reserved is.
 
@@ -72,8 +79,10 @@ class _Plan:
         self.rows = 0
         self.keys = 0
         self.prompt_rows = 0
+        self.decoding = 0
         self.target = math.inf
         self.preempted = False
+        self.growing = False
 
     def add(self, request: Request, count: int) -> None:
         start = request.computed
@@ -159,7 +168,7 @@ class Scheduler:
                 self._prefill(plan, settled)
                 # Pages just taken from one are not for those behind it; but where
                 # nobody runs any more, somebody must.
-                if not plan.preempted or not self.running:
+                if not (plan.preempted or plan.growing) or not self.running:
                     self._admit(plan)
         except _Unsettled:
             return None
@@ -176,11 +185,12 @@ class Scheduler:
                 reading += 1
             elif not request.exhausted and self._grow(plan, request, 1, settled):
                 plan.add(request, 1)
+        plan.decoding = len(plan.segments)
         return reading
 
     def _target(self, plan: _Plan, reading: int) -> float:
         """Milliseconds that the step may take, with `reading` prompts to be read."""
-        decoding = len(plan.segments)
+        decoding = plan.decoding
         # Several who wait for their first token, beside no more than four times as
         # many who decode: the sooner they all decode together, the fewer the steps.
         if not decoding or (reading > 1 and 4 * reading >= decoding):
@@ -194,7 +204,7 @@ class Scheduler:
             if request.decoding:
                 continue
             count = self._chunk(plan, request)
-            if not count:
+            if not count or not self._ready(plan, request):
                 return
             if self._grow(plan, request, count, settled):
                 plan.add(request, count)
@@ -211,6 +221,8 @@ class Scheduler:
                 assert self.running, f"request {request.number} finds no pages at all"
                 return
             self.running.append(self.waiting.pop(0))
+            if not self._ready(plan, request):
+                return
             count = self._chunk(plan, request)
             if not count:
                 return
@@ -223,6 +235,13 @@ class Scheduler:
                 return
             plan.add(request, count)
             plan.prompt_rows += count
+
+    def _ready(self, plan: _Plan, request: Request) -> bool:
+        """Whether an opened request's pages can be written to; if not, it waits."""
+        behind = self.waiting[: self.max_batch - len(self.running)]
+        coming = sum(self._reserve(other) for other in behind)
+        plan.growing = not self.memory.ready(request, coming, plan.decoding > 0)
+        return not plan.growing
 
     def _chunk(self, plan: _Plan, request: Request) -> int:
         """How many rows of a prompt the step takes beside what is planned already."""
