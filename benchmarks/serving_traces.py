@@ -203,7 +203,8 @@ def metrics(
         calm = [gap for t in before for gap in np.diff(t).tolist()]
         found["late_first"] = next(t[0] for r, t in pairs if r.after) - late[0]
         since = (t[bisect_right(t, late[0]) - 1 :] for t in streams)
-        worst = max(gap for t in since for gap in np.diff(t).tolist())
+        after = [gap for t in since for gap in np.diff(t).tolist()]
+        worst = max(after, default=float("nan"))
         found["stall"] = worst / percentile(running, 50)
         found["stall_calm"] = worst / percentile(calm, 50)
     return found

@@ -68,7 +68,7 @@ class CountedPages:
         return True
 
     def grow(self, request, stop):
-        assert request.number not in self.slow
+        self.slow.pop(request.number, None)  # at once then
         more = self.needed(stop) - self.held[request.number]
         if more > self.free or request.number in self.refuse:
             self.refuse.discard(request.number)

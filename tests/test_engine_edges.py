@@ -4,12 +4,16 @@ import json
 import sys
 
 import pytest
+from engine_runs import alone, prompts
 from oracle import DATA, goldens, model
 
 import tiny_llm
 from tiny_llm import Engine, ParameterError, SamplingParams
+from tiny_llm.cache import PageTable
+from tiny_llm.cache import pool as pool_module
 from tiny_llm.engine import handle as handles
 from tiny_llm.engine import kv
+from tiny_llm.engine.runner import Launched
 
 VARIANT = "llama_tied"
 
@@ -203,3 +207,108 @@ def test_memory_for_all_that_wait_is_allocated_at_once():
         assert sizes == {4 * 32}  # 31 tokens each, in pages of 16
         while engine.step():
             assert {rows[0].shape[1] for rows in engine.pool.rows} == sizes
+
+
+def test_a_request_found_but_for_its_last_token_waits_for_its_memory_too(monkeypatch):
+    """It counts as decoding from the beginning."""
+    monkeypatch.setattr(kv, "_AT_ONCE", 1)
+    loaded = model(VARIANT)
+    ids = (goldens(VARIANT)[0].ids * 30)[:17]
+    with Engine(loaded, page_size=16, max_batch=4) as engine:
+        expected = engine.submit(ids, params(150)).result().token_ids
+    with Engine(loaded, page_size=16, max_batch=4) as engine:
+        engine.submit(ids, params(2)).result()
+        stream = engine.submit([9, 8, 7], params(60))
+        while len(stream.token_ids) < 3:
+            engine.step()
+        before = [rows[0].shape[1] for rows in engine.pool.rows]
+        again = engine.submit(ids, params(150))
+        while not again.token_ids:
+            engine.step()
+        assert again.result().cached_tokens == 16
+        assert again.result().token_ids == expected
+        after = [rows[0].shape[1] for rows in engine.pool.rows]
+        assert all(a > b for a, b in zip(after, before, strict=True))
+
+
+def test_a_pipelined_step_holds_no_arrays_of_the_pool():
+    with Engine(model(VARIANT), page_size=16, pipeline=True) as engine:
+        engine.submit([5, 6, 7], params(40))
+        for _ in range(3):
+            engine.step()
+        assert engine._core._launched.pages == []
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_failed_chunk_behind_a_window_is_run_again_with_all_that_it_sees(
+    monkeypatch, pipeline
+):
+    (ids,) = prompts("mistral_swa", [400], 8)  # a window of 12
+    failed = []
+    outputs = Launched.outputs
+
+    def fail_once(launched):
+        large = any(segment.count > 100 for segment in launched.segments)
+        finishing = sys._getframe(1).f_code.co_name == "_finish"
+        if finishing and large and not failed:
+            failed.append(launched)
+            raise RuntimeError("spurious")
+        return outputs(launched)
+
+    monkeypatch.setattr(Launched, "outputs", fail_once)
+    options = {"page_size": 4, "max_step_tokens": 128, "pipeline": pipeline}
+    with Engine(model("mistral_swa"), **options) as engine:
+        result = engine.submit(ids, params(8)).result()
+        assert failed
+        assert result.error is None
+        assert result.token_ids == alone("mistral_swa", ids, 8)
+        again = engine.submit(ids, params(8)).result()  # what it stored is right
+        assert again.token_ids == result.token_ids
+
+
+def test_an_interrupt_while_the_pool_is_made_anew_leaves_it_whole(monkeypatch):
+    with Engine(model(VARIANT), page_size=16) as engine:
+        engine.submit([5, 6, 7], params(4)).result()
+
+        def cut(*arrays):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool_module.mx, "eval", cut)
+            with pytest.raises(KeyboardInterrupt):
+                engine.pool.renew()
+        assert len(engine.pool.rows) == len(engine.pool.group_of)
+        assert engine.submit([5, 6, 8], params(4)).result().error is None
+
+
+def test_a_sampler_cannot_close_its_engine_and_leave_others_waiting(engine):
+    engine.start()
+    other = engine.submit([5, 6, 7], params(30))
+
+    def closing(logprobs):
+        engine.close()
+
+    bad = engine.submit([5, 6, 8], params(4, sampler=closing)).result()
+    assert "nor close it" in str(bad.error)
+    assert other.result().finish_reason == "length"
+
+
+def test_ctrl_c_while_a_request_is_opened_leaves_no_pages_behind(monkeypatch, engine):
+    store = engine._memory
+    prepare = PageTable.prepare
+
+    def cut(table, *arguments, **options):
+        prepare(table, *arguments, **options)
+        raise KeyboardInterrupt
+
+    handle = engine.submit([5, 6, 7], params(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(PageTable, "prepare", cut)
+        try:
+            engine.step()
+        except KeyboardInterrupt:  # its traceback holds the table
+            assert store.pool.pages_in_use == 0
+            patch.undo()
+            engine.step()
+            engine.check_integrity()
+    assert handle.result().finish_reason == "length"

@@ -65,7 +65,7 @@ def test_decode_rows_come_first_and_never_wait_for_a_long_prompt():
         assert plan[4].request.number == 10
 
 
-@pytest.mark.parametrize("streams", [1, 4, 31])
+@pytest.mark.parametrize("streams", [1, 4, 6, 31])
 def test_a_step_keeps_its_target_while_a_long_prompt_loads(streams):
     play = Play(CountedPages(), max_batch=32)
     decoding(play, streams)
@@ -74,7 +74,7 @@ def test_a_step_keeps_its_target_while_a_long_prompt_loads(streams):
     while not long.decoding:
         plan = play.step()
         alone = step_ms(*total(plan[:streams]))
-        target = min(500.0, 2.5 * alone)
+        target = min(500.0, max(2.5 * alone, 250.0 if streams <= 4 else 1000 / streams))
         last = plan[-1].start + plan[-1].count == 4000
         assert step_ms(*total(plan)) <= target + (7 * step_ms(1, 4000) if last else 0.1)
         rows, keys = total(plan)
@@ -103,11 +103,10 @@ def test_several_who_wait_get_half_a_second_where_few_read():
         play.add(*(request(10 + n, prompt=200) for n in range(waiting)))
         return step_ms(*total(play.step()))
 
-    alone = step_ms(2, 2 * 12)
-    assert 2.4 * alone < time_of_step(2, 1) <= 2.5 * alone  # one prompt has time
+    assert 240 < time_of_step(2, 1) <= 250  # one prompt has time
     assert time_of_step(2, 2) == pytest.approx(500, rel=0.25)
     assert time_of_step(7, 3, 12) == pytest.approx(500, rel=0.25)
-    assert time_of_step(9, 2, 12) < 3 * alone  # more than four times as many decode
+    assert time_of_step(9, 2, 12) < 260  # more than four times as many decode
     # only those count that there is room for
     assert time_of_step(3, 20, max_batch=4) == time_of_step(3, 1, max_batch=4)
 

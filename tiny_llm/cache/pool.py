@@ -127,13 +127,15 @@ class PagePool:
         """Allocate the arrays anew, all 0."""
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         sample = self.format.encode(mx.zeros((1, dim), dtype=self.dtype))
-        self.rows = []  # (before the new ones come)
+        self.rows = [] if not self.grows else self.rows  # (before the new ones come)
+        made: list[Rows] = []
         for group in self.group_of:
             slots = 0 if self.grows else self._slots(group)
             shapes = [(2 * heads, slots, part.shape[-1]) for part in sample]
             pairs = zip(shapes, sample, strict=True)
-            self.rows.append(tuple(mx.zeros(shape, x.dtype) for shape, x in pairs))
-        mx.eval(self.rows)
+            made.append(tuple(mx.zeros(shape, x.dtype) for shape, x in pairs))
+        mx.eval(made)
+        self.rows = made
 
     def back(
         self, group: int, page: int, *, ahead: int = 0, limit: int | None = None

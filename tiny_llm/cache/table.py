@@ -37,6 +37,7 @@ class PageTable:
         self._begin = [0] * len(self.held)  # before it tokens of a group never came
         self._ready = (0, 0)  # tokens that may be written: their pages are our own
         self._adopted = False  # and nothing reserved since
+        self._backed = True  # the pool has memory for all the pages held
         self._runs = [(held, _runs(held, 1)) for held in self.held]
         pool.tables.add(self)
         self._end = weakref.finalize(self, _abandon, pool.allocators, self.held)
@@ -60,9 +61,11 @@ class PageTable:
     def prepare(self, start: int, stop: int, *, back: bool = True) -> None:
         """Make the tokens start .. stop writable in all layers.
 
-        back False: only take the pages; the pool may have no memory for them yet.
-        Raises OutOfPagesError, nothing changed.
+        back False: only take the pages; the pool may have no memory for them before
+        `back` is done. Raises OutOfPagesError, nothing changed.
         """
+        if back:
+            self.back()
         if self._ready[0] <= start and stop <= self._ready[1]:
             return
         with self._books():
@@ -74,6 +77,17 @@ class PageTable:
                 self._carry_out(group, plan, back)
             self._adopted = False
             self._ready = (start, stop)
+
+    def back(self, *, ahead: int = 0, limit: int | None = None) -> bool:
+        """Have the pool make memory for all pages held, as PagePool.back."""
+        if not self._backed:
+            self._backed = all(
+                self.pool.back(
+                    group, max(held.pages, default=-1), ahead=ahead, limit=limit
+                )
+                for group, held in enumerate(self.held)
+            )
+        return self._backed
 
     def adopt(self, held: Sequence[tuple[int, Sequence[int]]], length: int) -> None:
         """Hold found pages as those of the first `length` tokens of an empty table.
@@ -154,6 +168,7 @@ class PageTable:
                     self.pool.allocators[group].hold(page)
                 other.held[group] = _Pages(dropped, used)
             other.lengths, other._begin = list(self.lengths), list(self._begin)
+            other._backed = self._backed
             self._ready = (0, 0)
         return other
 
@@ -237,6 +252,8 @@ class PageTable:
         pages += allocator.allocate(plan.new, after=after, final=final)
         if back:
             self.pool.back(group, max(pages, default=0))
+        else:
+            self._backed = False
         self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
 
     def _trim(self) -> None:

@@ -159,6 +159,10 @@ class Core:
             assert self.memory.pool.pages_in_use == 0
 
     def _schedule(self) -> list[Segment] | None:
+        if self._launched is not None and not all(
+            self.memory.keeps(segment.count) for segment in self._launched.segments
+        ):
+            self._settle()  # to be run again, if it fails, it needs what it sees
         try:
             segments = self.scheduler.schedule(settled=self._launched is None)
         except Exception:
@@ -193,7 +197,8 @@ class Core:
         try:
             launched = self.runner.launch(segments, self._launched)
             (mx.async_eval if self.pipeline else mx.eval)(launched.arrays())
-            return launched
+            # (whoever held the pool's arrays would keep them while the pool grows)
+            return launched._replace(pages=[])
         except Exception:
             if launched is None:
                 self._settle()

@@ -234,15 +234,20 @@ class Engine:
             raise EngineClosedError("the engine is closed")
         with self._news:
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="tiny_llm engine", daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                self._thread = thread
                 # A thread that is cut off within MLX would abort the process.
                 atexit.register(self.close)
 
     def close(self) -> None:
-        """End the thread after its step, and cancel what has not ended."""
+        """End the thread after its step, and cancel what has not ended.
+
+        Raises ParameterError where a sampler of its own calls it.
+        """
+        self._refuse_samplers()
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -314,15 +319,21 @@ class Engine:
     @contextmanager
     def _work(self) -> Iterator[None]:
         """For whoever works on the requests: one at a time."""
+        self._refuse_samplers()
+        with self._stepping, self._core.guarded():
+            yield
+
+    def _refuse_samplers(self) -> None:
+        """Raise ParameterError within a step: what it calls must not wait for it."""
         frame = sys._getframe()
         while frame := frame.f_back:  # type: ignore[assignment]
             if (
                 frame.f_code is Core.step.__code__
                 and frame.f_locals["self"] is self._core
             ):
-                raise ParameterError("a sampler must not take steps of its own engine")
-        with self._stepping, self._core.guarded():
-            yield
+                raise ParameterError(
+                    "a sampler must not take steps of its own engine, nor close it"
+                )
 
     def _step(self) -> bool:
         with self._work():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .. import memory
 from ..cache import PagePool, PageTable
 from ..cache.prefix import PrefixIndex
 from ..errors import OutOfPagesError, whole_number
@@ -49,17 +50,20 @@ class KvMemory:
         """
         table = PageTable(self.pool, reserve)
         found, reason = 0, None
-        if self.index is not None:
-            tokens = request.prompt + request.output
-            match = self.index.match(request.digests, tokens)
-            found, reason = match.tokens, match.reason
-            table.adopt(match.held, found)
         try:
+            if self.index is not None:
+                tokens = request.prompt + request.output
+                match = self.index.match(request.digests, tokens)
+                found, reason = match.tokens, match.reason
+                table.adopt(match.held, found)
             table.prepare(found, found + 1, back=False)
+            request.table, request.computed = table, found
         except OutOfPagesError:
             table.free()
             return False
-        request.table, request.computed = table, found
+        except BaseException:  # Ctrl-C: whoever keeps the traceback keeps the table
+            table.free()
+            raise
         if not request.begun:
             request.cached_tokens, request.cache_miss_reason = found, reason
         return True
@@ -72,10 +76,12 @@ class KvMemory:
         """
         ahead = -(-coming // self.pool.page_size)
         limit = _AT_ONCE if patient else None
-        return all(
-            self.pool.back(group, max(held.pages, default=-1), ahead=ahead, limit=limit)
-            for group, held in enumerate(request.table.held)
-        )
+        return bool(request.table.back(ahead=ahead, limit=limit))
+
+    def keeps(self, rows: int) -> bool:
+        """Whether what `rows` tokens see is still there once the next are prepared."""
+        windowed = any(window is not None for window in self.pool.windows)
+        return rows <= memory.SLACK or not windowed
 
     def grow(self, request: Request, stop: int) -> bool:
         """Make its tokens up to `stop` writable. False: too few pages, as before."""

@@ -13,6 +13,8 @@ from .request import Request
 
 TARGET_MS = 500.0  # no step is planned to take longer
 SLOWER = 2.5  # times the decoding rows' own step, where rows decode
+PAUSE_MS = 250.0  # or so long, where that is more; for more than four streams less:
+SHARED_MS = 1000.0  # all their pauses together
 LEAST_ROWS = 8  # of prompts in any step
 UNKNOWN_ROWS = 64  # of prompts in a step while its cost is not known
 UNKNOWN_ANSWER = 256  # tokens expected while no answer has finished
@@ -196,7 +198,10 @@ class Scheduler:
         if not decoding or (reading > 1 and 4 * reading >= decoding):
             return TARGET_MS
         alone = self.cost.estimate(plan.rows, plan.keys)
-        return TARGET_MS if alone is None else min(TARGET_MS, SLOWER * alone)
+        if alone is None:
+            return TARGET_MS
+        pause = min(PAUSE_MS, SHARED_MS / decoding)
+        return min(TARGET_MS, max(SLOWER * alone, pause))
 
     def _prefill(self, plan: _Plan, settled: bool) -> None:
         """Rows of the running requests' prompts, the oldest first."""
