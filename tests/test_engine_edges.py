@@ -13,7 +13,7 @@ from tiny_llm.cache import PageTable
 from tiny_llm.cache import pool as pool_module
 from tiny_llm.engine import handle as handles
 from tiny_llm.engine import kv
-from tiny_llm.engine.runner import Launched
+from tiny_llm.engine.runner import Launched, Runner
 
 VARIANT = "llama_tied"
 
@@ -210,25 +210,47 @@ def test_memory_for_all_that_wait_is_allocated_at_once():
 
 
 def test_a_request_found_but_for_its_last_token_waits_for_its_memory_too(monkeypatch):
-    """It counts as decoding from the beginning."""
+    """After a cut it counts as decoding from the beginning."""
     monkeypatch.setattr(kv, "_AT_ONCE", 1)
-    loaded = model(VARIANT)
-    ids = (goldens(VARIANT)[0].ids * 30)[:17]
-    with Engine(loaded, page_size=16, max_batch=4) as engine:
-        expected = engine.submit(ids, params(150)).result().token_ids
-    with Engine(loaded, page_size=16, max_batch=4) as engine:
-        engine.submit(ids, params(2)).result()
-        stream = engine.submit([9, 8, 7], params(60))
-        while len(stream.token_ids) < 3:
-            engine.step()
-        before = [rows[0].shape[1] for rows in engine.pool.rows]
-        again = engine.submit(ids, params(150))
-        while not again.token_ids:
-            engine.step()
-        assert again.result().cached_tokens == 16
-        assert again.result().token_ids == expected
-        after = [rows[0].shape[1] for rows in engine.pool.rows]
-        assert all(a > b for a, b in zip(after, before, strict=True))
+    launch, states = Runner.launch, []
+
+    def checked(runner, segments, before):
+        for request, start, _, _ in segments:
+            (pages,) = request.table.pages
+            held = (max(pages) + 1) * 16
+            assert all(rows[0].shape[1] >= held for rows in runner.pool.rows)
+            states.append((request.number, start, held))
+        return launch(runner, segments, before)
+
+    def cut(runner, segments, before):
+        monkeypatch.setattr(Runner, "launch", checked)
+        raise KeyboardInterrupt
+
+    ids = (goldens(VARIANT)[0].ids * 30)[:40]
+    for length in range(3, 19):  # of the older one, to have it stand as it must
+        with Engine(
+            model(VARIANT), page_size=16, max_batch=4, max_step_tokens=4
+        ) as engine:
+            expected = engine._scheduler
+            expected._answers, expected._answer_tokens = 1, 4
+            older = engine.submit([7, *ids[:length]], params(12))
+            other = engine.submit(ids[:14], params(150))
+            while len(other.token_ids) < 3:
+                engine.step()
+            if (1 + length + len(older.token_ids)) % 16 != 4:
+                continue
+            monkeypatch.setattr(Runner, "launch", cut)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+            expected._answer_tokens = 1000
+            before = [rows[0].shape[1] for rows in engine.pool.rows]
+            assert other.result().error is None
+            assert older.result().error is None
+            mine = [(start, held) for n, start, held in states if n == 1]
+            assert mine[0][0] == 16  # all but its last token was found
+            assert mine[0][1] > max(before)
+            return
+    raise AssertionError("the older one never stood as it must")
 
 
 def test_a_pipelined_step_holds_no_arrays_of_the_pool():
