@@ -76,7 +76,7 @@ def test_a_sampler_that_exits_ends_its_own_request(engine, threaded):
 
 def test_a_sampler_cannot_step_its_own_engine(engine):
     handle = engine.submit([1, 2], params(sampler=lambda p: engine.step()))
-    assert "steps of its own engine" in str(handle.result().error)
+    assert "must not step" in str(handle.result().error)
     assert engine.submit([1, 2], params()).result().finish_reason == "length"
 
 
@@ -311,7 +311,7 @@ def test_a_sampler_cannot_close_its_engine_and_leave_others_waiting(engine):
         engine.close()
 
     bad = engine.submit([5, 6, 8], params(4, sampler=closing)).result()
-    assert "nor close it" in str(bad.error)
+    assert "or close its own engine" in str(bad.error)
     assert other.result().finish_reason == "length"
 
 
@@ -334,3 +334,49 @@ def test_ctrl_c_while_a_request_is_opened_leaves_no_pages_behind(monkeypatch, en
             engine.step()
             engine.check_integrity()
     assert handle.result().finish_reason == "length"
+
+
+@pytest.mark.parametrize("how", ["result", "iterate", "generate"])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_sampler_cannot_wait_for_its_own_engine(engine, how, threaded):
+    if threaded:
+        engine.start()
+    other = engine.submit([5, 6, 7], params(30))
+    waits = {
+        "result": other.result,
+        "iterate": lambda: next(other),
+        "generate": lambda: engine.generate([[5, 6, 7]], params(2)),
+    }
+
+    def waiting(logprobs):
+        waits[how]()
+
+    bad = engine.submit([5, 6, 8], params(4, sampler=waiting)).result()
+    assert "wait for" in str(bad.error)
+    assert other.result().finish_reason == "length"
+    while engine.stats.running or engine.stats.waiting:  # what generate had begun
+        engine.submit([5], params(1)).result()
+
+
+def test_a_step_that_is_undone_leaves_the_tables_of_ended_requests_empty(monkeypatch):
+    outputs, failed = Launched.outputs, []
+
+    def fail_once(launched):
+        if sys._getframe(1).f_code.co_name == "_finish" and not failed:
+            failed.append(launched)
+            raise RuntimeError("spurious")
+        return outputs(launched)
+
+    with Engine(model(VARIANT), page_size=16, pipeline=True) as engine:
+        stream = engine.submit([5, 6, 7], params(20))
+        ended = engine.submit([8, 9], params(20))
+        for _ in range(4):
+            engine.step()
+        tables = [ended.request.table, stream.request.table]
+        ended.cancel()  # a row of it is in flight
+        monkeypatch.setattr(Launched, "outputs", fail_once)
+        while engine.step():
+            engine.check_integrity()
+        assert failed
+        assert not any(table.length for table in tables)
+        assert stream.result().finish_reason == "length"

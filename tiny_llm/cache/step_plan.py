@@ -107,9 +107,13 @@ class StepPlan:
             table.lengths = [start + rows] * len(table.lengths)
 
     def undo(self) -> None:
-        """The tables hold what they held before; nothing was cleared for them."""
+        """The tables hold what they held before; nothing was cleared for them.
+
+        Those that were freed in the meantime stay empty.
+        """
         for table, start, _ in self.appends:
-            table.lengths = [start] * len(table.lengths)
+            if table.length:
+                table.lengths = [start] * len(table.lengths)
             self._cleared.pop(table, None)  # that may not have come about
 
     def _plan(self, group: int) -> GroupPlan:

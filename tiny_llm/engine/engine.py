@@ -273,6 +273,7 @@ class Engine:
 
     def drive(self, wait: Callable[[], None]) -> None:
         """Bring all requests on by a step: wait for the thread, or take the step."""
+        self._refuse_samplers()
         if self._thread is not None:
             wait()
         else:
@@ -332,7 +333,7 @@ class Engine:
                 and frame.f_locals["self"] is self._core
             ):
                 raise ParameterError(
-                    "a sampler must not take steps of its own engine, nor close it"
+                    "a sampler must not step, wait for or close its own engine"
                 )
 
     def _step(self) -> bool:
