@@ -5,8 +5,8 @@ a process of its own (its peak memory is its own): float32 SmolLM2-135M on the s
 and with the same malloc settings, greedily, never ending early, so that all write as
 many tokens. llama.cpp runs the 4-bit file from which the float32 weights are unpacked:
 another class. How each peer is used: serving_peers.py. Printed are medians over the
-rounds, as Markdown; --plot draws them. A round of everything takes half an hour on two
-cores.
+rounds, as Markdown; --plot draws them. A round of everything takes some 40 minutes on
+two cores.
 
     pip install -e '.[bench]' && python benchmarks/serving_load.py --plot serving.png
 """

@@ -84,15 +84,14 @@ class Crowd:
         options: dict[str, Any] = {"max_tokens": draw.randint(1, 12)}
         if draw.random() < 0.01:  # nobody expects that: pages run short
             options["max_tokens"] = draw.randint(60, 120)
-        kind = draw.random()
-        if kind < 0.3:
+        if draw.random() < 0.3:
             options |= {"temperature": 0.8, "top_k": 20, "seed": draw.randrange(9)}
-        elif kind < 0.32:
-            options["sampler"] = lambda logprobs: 1 / 0
-        elif kind < 0.34:
-            prompt = [*prompt, self.vocabulary]  # refused
         leaves = draw.randint(0, 15) if draw.random() < LEAVING else None
         self.submitted += 1
+        if self.submitted % 50 == 20:
+            options["sampler"], leaves = (lambda logprobs: 1 / 0), None
+        elif self.submitted % 50 == 40:
+            prompt = [*prompt, self.vocabulary]  # refused
         try:
             handle = self.engine.submit(prompt, SamplingParams(**options))
         except TinyLLMError:

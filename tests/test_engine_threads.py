@@ -458,7 +458,7 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_books_and_answers_right(
             assert len(result.logprobs or []) == len(expected.logprobs or [])
         engine.close()
         after += 1301 + 101 * part
-    assert cuts > 2
+    assert cuts > 5
 
 
 @pytest.mark.parametrize("lines", range(1, 60, 4))

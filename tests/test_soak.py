@@ -31,7 +31,7 @@ def test_300_requests_a_third_cancelled_leave_nothing_behind():
     (ended,) = [line for line in lines if line.startswith("ended: ")]
     reasons = json.loads(ended.removeprefix("ended: ").replace("'", '"'))
     assert sum(reasons.values()) == 300
-    assert set(reasons) >= {"cancelled", "length"}
+    assert set(reasons) >= {"cancelled", "error", "length", "refused"}
     assert reasons["cancelled"] > 20
     assert "pages not given back: 0" in lines
     assert "running=0, pages=" in done.stdout

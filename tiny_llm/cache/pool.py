@@ -127,7 +127,8 @@ class PagePool:
         """Allocate the arrays anew, all 0."""
         heads, dim = self.shape.kv_heads, self.shape.head_dim
         sample = self.format.encode(mx.zeros((1, dim), dtype=self.dtype))
-        self.rows = [] if not self.grows else self.rows  # (before the new ones come)
+        if not self.grows:
+            self.rows = []  # before the new ones come; those that grow begin empty
         made: list[Rows] = []
         for group in self.group_of:
             slots = 0 if self.grows else self._slots(group)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import mlx.core as mx
@@ -326,8 +326,8 @@ class Engine:
 
     def _refuse_samplers(self) -> None:
         """Raise ParameterError within a step: what it calls must not wait for it."""
-        frame = sys._getframe()
-        while frame := frame.f_back:  # type: ignore[assignment]
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
             if (
                 frame.f_code is Core.step.__code__
                 and frame.f_locals["self"] is self._core
@@ -335,6 +335,7 @@ class Engine:
                 raise ParameterError(
                     "a sampler must not step, wait for or close its own engine"
                 )
+            frame = frame.f_back
 
     def _step(self) -> bool:
         with self._work():

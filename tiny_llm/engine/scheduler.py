@@ -13,8 +13,8 @@ from .request import Request
 
 TARGET_MS = 500.0  # no step is planned to take longer
 SLOWER = 2.5  # times the decoding rows' own step, where rows decode
-PAUSE_MS = 250.0  # or so long, where that is more; for more than four streams less:
-SHARED_MS = 1000.0  # all their pauses together
+PAUSE_MS = 250.0  # that a step may take beside few streams, also where that is more
+SHARED_MS = 1000.0  # that all streams' pauses may add up to: less for more than four
 LEAST_ROWS = 8  # of prompts in any step
 UNKNOWN_ROWS = 64  # of prompts in a step while its cost is not known
 UNKNOWN_ANSWER = 256  # tokens expected while no answer has finished
