@@ -5,8 +5,14 @@ Models and caches call these and never ask which device they are on.
 
 from .attention import attention, causal_mask
 from .batched import batched_attention
+from .cached import MOST_ROWS
+from .dense_quantized import dense_quantized_attention
 from .elementwise import exp_below, rms_norm, swiglu
+from .kv_rows import kv_rows
 from .linear import Packed, linear
+from .metal import reads_pages
+from .paged import paged_attention
+from .quantize_kv import quantize_kv
 from .quantized import (
     PackedRows,
     dequantize_rows,
@@ -17,6 +23,7 @@ from .rotary import Rotation, make_rotation, rotate
 from .runtime import can_fuse, on_gpu
 
 __all__ = [
+    "MOST_ROWS",
     "Packed",
     "PackedRows",
     "Rotation",
@@ -24,13 +31,18 @@ __all__ = [
     "batched_attention",
     "can_fuse",
     "causal_mask",
+    "dense_quantized_attention",
     "dequantize_rows",
     "exp_below",
+    "kv_rows",
     "linear",
     "make_rotation",
     "on_gpu",
+    "paged_attention",
+    "quantize_kv",
     "quantize_rows",
     "quantized_attention",
+    "reads_pages",
     "rms_norm",
     "rotate",
     "swiglu",

@@ -27,11 +27,13 @@ def linear(
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     packed: Packed | None = None,
+    transposed: mx.array | None = None,
 ) -> mx.array:
     """x @ weight^T [+ bias] [+ residual].
 
-    x: [..., in]; weight: [out, in], or [out, in * bits / 32] uint32 if packed;
-    bias: [out]; residual: [..., out]. Returns [..., out].
+    x: [..., in], many rows best as [N, in]; weight: [out, in], or uint32
+    [out, in * bits / 32] if packed; bias: [out]; residual: [..., out].
+    transposed: weight.T, if it is at hand. Returns [..., out].
     """
     if packed is not None:
         y = mx.quantized_matmul(
@@ -44,12 +46,6 @@ def linear(
             bits=packed.bits,
         )
         return _add(y, bias, residual)
-    if x.ndim > 2 and x.shape[-2] == 1 < x.shape[0]:
-        # addmm of [N, 1, in] would be N products of one row (32 rows: 155 against 102
-        # ms for all of SmolLM2 on two cores)
-        flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
-        y = linear(x.reshape(-1, x.shape[-1]), weight, bias, flat)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
     if residual is None and bias is not None:
         residual, bias = bias, None
     # One row: MKL's GEMV reads the weights at two thirds of the speed of its GEMM of
@@ -57,7 +53,8 @@ def linear(
     one_row = x.size == x.shape[-1] and x.ndim > 1 and not on_gpu()
     if one_row:
         x = mx.broadcast_to(x, (*x.shape[:-2], 2, x.shape[-1]))
-    y = x @ weight.T if residual is None else mx.addmm(residual, x, weight.T)
+    matrix = weight.T if transposed is None else transposed
+    y = x @ matrix if residual is None else mx.addmm(residual, x, matrix)
     if one_row:
         y = y[..., :1, :]
     return y if bias is None else y + bias

@@ -25,14 +25,16 @@ class Rotation(NamedTuple):
     """The rotation of the positions of one forward pass, shared by all layers.
 
     offset: int32 [B], the position of each row's first token; frequencies: float32
-    [D_rot / 2], radians per position; scale: a factor on the result. On the CPU, one of
-    table: complex64 [B or 1, 1, L, D_rot / 2], and waves: cosines and sines, with the
-    signs that a pair has them, float32 [B or 1, 1, L, D_rot] each.
+    [D_rot / 2], radians per position; scale: a factor on the result. On a GPU, periods:
+    1 / frequencies, as MLX's own kernel takes them. Else one of table: complex64
+    [B or 1, 1, L, D_rot / 2], and waves: cosines and sines, with the signs that a pair
+    has them, float32 [B or 1, 1, L, D_rot] each.
     """
 
     offset: mx.array
     frequencies: mx.array
     scale: float
+    periods: mx.array | None = None
     table: mx.array | None = None
     waves: tuple[mx.array, mx.array] | None = None
 
@@ -47,7 +49,7 @@ def make_rotation(
     """
     rotation = Rotation(offset, frequencies, scale)
     if on_gpu() and frequencies.ndim == 1:
-        return rotation
+        return rotation._replace(periods=1.0 / frequencies)
     positions = offset[:, None, None] + mx.arange(length)[:, None]  # [B, L, 1]
     angles = positions.astype(mx.float32) * frequencies.reshape(
         -1, 1, frequencies.shape[-1]
@@ -79,7 +81,7 @@ def rotate(x: mx.array, rotation: Rotation) -> mx.array:
     x: [B, heads, L, D]; returns the same shape and dtype.
     """
     dims = 2 * rotation.frequencies.shape[-1]
-    if rotation.table is None and rotation.waves is None:
+    if rotation.periods is not None:
         return _fast_rope(x, dims, rotation)
     head = x if dims == x.shape[-1] else x[..., :dims]
     head32 = head.astype(mx.float32)
@@ -105,7 +107,7 @@ def _fast_rope(x: mx.array, dims: int, rotation: Rotation) -> mx.array:
         base=None,
         scale=1.0,
         offset=offset,
-        freqs=1.0 / rotation.frequencies,
+        freqs=rotation.periods,
     )
     if rotation.scale == 1.0:
         return y

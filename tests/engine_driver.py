@@ -219,7 +219,7 @@ def new_engine(case, arrivals, spare, **changes):
         "max_step_tokens": case.max_step_tokens,
         "prefix_cache": case.prefix_cache,
         "pipeline": case.pipeline,
-        "page_views": None if case.kv_bits else case.page_views,
+        "page_views": case.page_views,
         "kv_bits": case.kv_bits,
     }
     engine = Engine(model, **options)

@@ -131,7 +131,6 @@ def test_template_options_are_refused_where_there_is_no_template(engine):
         ({"prefix_cache": "no"}, "prefix_cache must be True or False"),
         ({"pipeline": 1}, "pipeline must be True or False"),
         ({"page_views": "no"}, "page_views must be True or False"),
-        ({"page_views": True, "kv_bits": 8}, "page_views has no effect with kv_bits"),
     ],
 )
 def test_options_that_would_be_misread_are_refused(options, words):

@@ -54,11 +54,18 @@ class Attention(nn.Module):
     def __call__(
         self, x: mx.array, residual: mx.array, rotation: Rotation, cache: KvCache
     ) -> mx.array:
-        """x, residual: [B, L, E] -> residual + attention(x); appends to the cache."""
-        batch, length, _ = x.shape
+        """x, residual: [B, L, E] -> residual + attention(x); appends to the cache.
+
+        Or [B, E], one token each.
+        """
+        batch, dim = x.shape[0], self.head_dim
         heads, rotated = self.heads, self.heads + self.kv_heads
-        qkv = self.qkv_proj(x).reshape(batch, length, -1, self.head_dim)
-        qkv = qkv.swapaxes(1, 2)  # [B, H + 2 Hkv, L, D]
+        qkv = self.qkv_proj(x)
+        if x.ndim == 2:
+            qkv = qkv.reshape(batch, -1, 1, dim)
+        else:
+            qkv = qkv.reshape(batch, x.shape[1], -1, dim).swapaxes(1, 2)
+        # [B, H + 2 Hkv, L, D]
         if self.qk_norm:
             q = rotate(self.q_norm(qkv[:, :heads]), rotation)
             k = rotate(self.k_norm(qkv[:, heads:rotated]), rotation)
@@ -67,5 +74,6 @@ class Attention(nn.Module):
             q, k = qk[:, :heads], qk[:, heads:]
         v = qkv[:, rotated:]
         out = cache.attend(q, k, v, scale=self.scale, window=self.window)
-        out = out.swapaxes(1, 2).reshape(batch, length, -1)
-        return self.o_proj(out, residual)
+        if x.ndim > 2:
+            out = out.swapaxes(1, 2)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), residual)

@@ -13,6 +13,7 @@
       ParameterError            an argument's value cannot be used (also a ValueError)
         PromptError             an empty prompt, or one longer than the context
       OutOfPagesError           the page pool has no room for more tokens
+      KernelError               a Metal kernel is asked for and cannot be had
       RequestError              one request of an engine failed, and no other
       EngineClosedError         the engine does not take requests any more
 
@@ -68,6 +69,10 @@ class PromptError(ParameterError):
 
 class OutOfPagesError(TinyLLMError):
     """The page pool has no room for more tokens; nothing has changed."""
+
+
+class KernelError(TinyLLMError):
+    """TINY_LLM_KERNELS=metal, but a kernel cannot run here or gives wrong numbers."""
 
 
 class RequestError(TinyLLMError):

@@ -4,10 +4,11 @@ from .base import Held, KvCache, Layout, NoCache, rewind
 from .batching import BatchingKvCache
 from .create import create_kv_cache, create_page_pool
 from .full import QuantizedKvCache, TinyKvFullCache
+from .page_index import Append
 from .paged import PagedKvCache, fork
 from .pool import PagePool
 from .rotating import RotatingKvCache
-from .step_plan import Append, StepPlan
+from .step_plan import StepPlan
 from .table import PageTable
 
 __all__ = [

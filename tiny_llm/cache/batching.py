@@ -9,12 +9,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import OutOfPagesError, ParameterError, whole_number
-from ..kernels import causal_mask, on_gpu
+from ..kernels import causal_mask, reads_pages
 from .base import Held, KvCache, Layout, Mask, check_pair
+from .page_index import Append, Tables
 from .paged import PagedKvCache
 from .pool import PagePool
 from .rows import attend_rows
-from .step_plan import Append, StepPlan
+from .step_plan import StepPlan
 from .table import PageTable
 
 
@@ -26,20 +27,32 @@ class Batch:
     """
 
     def __init__(self, pool: PagePool, slots: int, views: bool | None = None) -> None:
-        """views: read pages where they lie (None: except on a GPU), or gather them."""
+        """views: read pages where they lie, or by their index, as kernels do (None: as
+        kernels.reads_pages says)."""
         self.pool = pool
         self.tables: list[PageTable | None] = [None] * slots
         self.plan: StepPlan | None = None
-        self.views = not on_gpu() if views is None else views
+        self.views = not reads_pages() if views is None else views
         self._cleared: weakref.WeakKeyDictionary[PageTable, list[object]]
         self._cleared = weakref.WeakKeyDictionary()
+        self._tables: Tables = {}
         self._by_hand: StepPlan | None = None
         self._asked: set[int] = set()  # layers that asked for that plan
         self._left: set[int] = set()  # layers that did not run it yet
 
     def plan_step(self, appends: Sequence[Append]) -> StepPlan:
         """The plan of a step; put it into `plan`, and its rows into the model."""
-        return StepPlan(self.pool, appends, self._cleared, views=self.views)
+        return self._plan(appends)
+
+    def _plan(self, appends: Sequence[Append], keep_order: bool = False) -> StepPlan:
+        return StepPlan(
+            self.pool,
+            appends,
+            self._cleared,
+            views=self.views,
+            keep_order=keep_order,
+            tables=self._tables,
+        )
 
     def plan_slots(self, layer: int, count: int) -> StepPlan:
         """The plan of `count` rows for every slot, idle ones left out.
@@ -65,9 +78,7 @@ class Batch:
                 for table in tables:
                     table.rewind(0, 0)  # what it took already
                 raise
-            self._by_hand = StepPlan(
-                self.pool, appends, self._cleared, views=self.views, keep_order=True
-            )
+            self._by_hand = self._plan(appends, keep_order=True)
             self._asked, self._left = set(), set(range(len(self.pool.group_of)))
         if any(rows != count for _, _, rows in self._by_hand.appends):
             raise ParameterError(

@@ -10,7 +10,10 @@ import mlx.core as mx
 from ..kernels import (
     PackedRows,
     attention,
+    dense_quantized_attention,
     dequantize_rows,
+    kv_rows,
+    quantize_kv,
     quantize_rows,
     quantized_attention,
 )
@@ -49,6 +52,12 @@ class KvFormat:
             return (x,)
         return quantize_rows(x, self.group_size, self.bits)
 
+    def encode_rows(self, k: mx.array, v: mx.array) -> Rows:
+        """k and v [N, Hkv, 1, D] as a pool stores them, [2 Hkv, N, ...]."""
+        if self.bits is None or self.group_size is None:
+            return (kv_rows(k, v),)
+        return quantize_kv(k, v, self.group_size, self.bits)
+
     def decode(self, rows: Rows) -> mx.array:
         """What was stored, [..., S, D]; packed numbers come back rounded."""
         if self.bits is None or self.group_size is None:
@@ -76,6 +85,18 @@ class KvFormat:
                 scale=scale,
                 window=window,
                 keep=keep,
+                softcap=softcap,
+                sinks=sinks,
+            )
+        if len(keys) == len(values) == 1 and keep == 0:
+            return dense_quantized_attention(
+                q,
+                PackedRows(*keys[0]),
+                PackedRows(*values[0]),
+                group_size=self.group_size,
+                bits=self.bits,
+                scale=scale,
+                window=window,
                 softcap=softcap,
                 sinks=sinks,
             )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import ParameterError
-from ..kernels import causal_mask
+from ..kernels import MOST_ROWS, causal_mask, reads_pages
 from .base import Held, Layout, Mask, check_pair, refuse_mask
 from .format import Rows
+from .rows import attend_by_index
 from .table import PageTable
 
 
@@ -71,10 +73,29 @@ class PagedKvCache:
                 f"the layer sees a window of {window}, but its pages are kept for "
                 f"{self.window} tokens"
             )
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        if k.shape[2] <= MOST_ROWS and reads_pages():
+            return self._attend_by_index(q, k, v, window, options)
         keys, values = self._append(k, v, window, q)
-        return self.pool.format.attend(
-            q, keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+        return self.pool.format.attend(q, keys, values, window=window, **options)
+
+    def _attend_by_index(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        window: int | None,
+        options: dict[str, Any],
+    ) -> mx.array:
+        """As attend; every token is a row [N, heads, 1, D] for the kernels."""
+        start, stop = self._prepare(k, v, q)
+        index = self.table.index(self.group, start, stop)
+        rows = self.pool.format.encode_rows(k.swapaxes(0, 2), v.swapaxes(0, 2))
+        self.pool.write_at(self.layer, index.places, rows)
+        self.table.lengths[self.layer] = stop
+        asked = q.swapaxes(0, 2)
+        out = attend_by_index(self.pool, self.layer, index, asked, window, options)
+        return out.swapaxes(0, 2)
 
     def update_and_fetch(
         self,
@@ -136,6 +157,16 @@ class PagedKvCache:
         q: mx.array | None = None,
     ) -> tuple[list[Rows], list[Rows]]:
         """Store the new tokens; returns what they see, in runs."""
+        start, stop = self._prepare(key, value, q)
+        slots = self.table.slots(self.group, start, stop)
+        self.pool.write(self.layer, slots, key[0], value[0])
+        self.table.lengths[self.layer] = stop
+        return self._read(0 if window is None else max(0, start - window + 1))
+
+    def _prepare(
+        self, key: mx.array, value: mx.array, q: mx.array | None
+    ) -> tuple[int, int]:
+        """Have pages for the new tokens; returns where they begin and end."""
         dims = (1, self.pool.shape.kv_heads, self.pool.shape.head_dim)
         check_pair(key, value, (dims, dims), q, self.pool.dtype)
         start = self.offset
@@ -146,10 +177,7 @@ class PagedKvCache:
                 f"were not: rewind all layers alike"
             )
         self.table.prepare(start, stop)
-        slots = self.table.slots(self.group, start, stop)
-        self.pool.write(self.layer, slots, key[0], value[0])
-        self.table.lengths[self.layer] = stop
-        return self._read(0 if window is None else max(0, start - window + 1))
+        return start, stop
 
     def _read(self, first: int) -> tuple[list[Rows], list[Rows]]:
         keys, values = [], []

@@ -6,7 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kernels import batched_attention
+from ..kernels import batched_attention, paged_attention
+from .page_index import PageIndex
 from .pool import PagePool, Slots
 from .step_plan import GroupPlan, StepPlan, Together
 
@@ -28,21 +29,43 @@ def attend_rows(
     write copy the array.
     """
     group = plan.groups[pool.group_of[layer]]
-    rows = mx.concatenate([k, v], axis=1).squeeze(2).swapaxes(0, 1)  # [2 Hkv, N, D]
-    stored = pool.format.encode(rows)
     pool.clear(layer, group.clear)
-    if group.slots is not None:
-        pool.write_at(layer, group.slots, tuple(x[:, : plan.lone] for x in stored))
-    for chunk in group.chunks:
-        pool.write_rows(layer, chunk.write, tuple(x[:, chunk.rows] for x in stored))
+    pool.write_at(layer, group.pages.places, pool.format.encode_rows(k, v))
     if q is None:
-        return rows
-    out = _lone(pool, layer, group, q, window, options)
+        return k
+    if plan.short:
+        short = q if plan.short == plan.rows else q[: plan.short]
+        out = [attend_by_index(pool, layer, group.pages, short, window, options)]
+    else:
+        out = _lone(pool, layer, group, q, window, options)
     for chunk in group.chunks:
         asked = q[chunk.rows].swapaxes(0, 2)  # [1, H, rows, D]
         seen = _attend(pool, layer, chunk.read, asked, window, options)
         out.append(seen.swapaxes(0, 2))
     return out[0] if len(out) == 1 else mx.concatenate(out, axis=0)
+
+
+def attend_by_index(
+    pool: PagePool,
+    layer: int,
+    index: PageIndex,
+    q: mx.array,
+    window: int | None,
+    options: dict[str, Any],
+) -> mx.array:
+    """The outputs [n, H, 1, D] of rows whose pages the kernels find themselves."""
+    return paged_attention(
+        q,
+        pool.rows[layer],
+        index.table,
+        index.sequences,
+        most_rows=index.most_rows,
+        page_size=pool.page_size,
+        bits=pool.format.bits,
+        group_size=pool.format.group_size,
+        window=window,
+        **options,
+    )
 
 
 def _lone(
@@ -87,10 +110,7 @@ def _attend_together(
     pool: PagePool, layer: int, lanes: Together, q: mx.array, options: dict[str, Any]
 ) -> mx.array:
     """A row [n, H, 1, D] each of requests whose keys are read in one product."""
-    if lanes.gathered is not None:
-        k, v = pool.gather(layer, lanes.gathered)
-    else:
-        k, v = pool.lanes(layer, lanes.start, lanes.stride, lanes.lanes, lanes.length)
+    k, v = pool.lanes(layer, lanes.start, lanes.stride, lanes.lanes, lanes.length)
     before = [pool.read(layer, slots) for slots in lanes.before]
     shared = [(keys[0], values[0]) for keys, values in before]
     return batched_attention(q, k, v, mask=lanes.mask, shared=shared, **options)

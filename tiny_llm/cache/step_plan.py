@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,24 +10,17 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..kernels import MOST_ROWS
 from .lanes import Lane, group_lanes
+from .page_index import Append, PageIndex, Tables, page_index
 from .pool import PagePool, Slots
 from .table import PageTable
 
 
-class Append(NamedTuple):
-    """Rows of one request: its tokens start .. start + rows, whose pages it has."""
-
-    table: PageTable
-    start: int
-    rows: int
-
-
 class Chunk(NamedTuple):
-    """Rows of one request that are read together: where they go and what they see."""
+    """Rows of one request that are read together, and what they see."""
 
     rows: slice
-    write: list[Slots]
     read: list[Slots]
 
 
@@ -34,7 +28,7 @@ class Together(NamedTuple):
     """Lanes of one view: so many from slot `start` on, `stride` slots apart.
 
     length: slots read of each; mask: float [lanes, length], 0 where a lane ends later,
-    or None; before: runs that all see first. gathered: instead, slots [lanes, length].
+    or None; before: runs that all see first.
     """
 
     lanes: int
@@ -43,19 +37,19 @@ class Together(NamedTuple):
     length: int
     mask: mx.array | None
     before: tuple[Slots, ...]
-    gathered: mx.array | None
 
 
 class GroupPlan(NamedTuple):
     """For the layers of one window.
 
-    slots: int [n], where the n lone rows go; together: who is read with whom, in the
-    order `order` of the rows (None: as they come), undone by `back`. singles: instead,
-    for formats that are not read together. chunks: the requests with several rows.
-    clear: slots that will be read and were never written.
+    pages: where all rows go; without views also what those of short appends see.
+    together: the lone rows in views, who is read with whom, in the order `order` of the
+    rows (None: as they come), undone by `back`; singles: instead, for formats that are
+    not read together. chunks: the requests with several rows that the index does not
+    read. clear: slots that will be read and were never written.
     """
 
-    slots: mx.array | None
+    pages: PageIndex
     together: list[Together]
     singles: list[list[Slots]]
     order: mx.array | None
@@ -68,7 +62,8 @@ class StepPlan:
     """The rows of a step: lone ones (decoding) first, then those of longer appends.
 
     order: the appends' indices in the order of the rows, chosen so that those which are
-    read together are neighbours.
+    read together are neighbours. short: so many rows come first that are read by the
+    pages' index; 0 where pages are read in views.
     """
 
     def __init__(
@@ -79,27 +74,37 @@ class StepPlan:
         *,
         views: bool,
         keep_order: bool = False,
+        tables: Tables | None = None,
     ) -> None:
-        """views: read pages where they lie, in views; else gather them.
+        """views: read pages where they lie; else by their index, as kernels do.
 
         cleared: per table, for which of its lists of pages the end is clean already.
         keep_order: the rows come as the appends do, each append of as many rows.
+        tables: those of the steps before, to be kept up.
         """
         self.pool, self.views = pool, views
-        self._cleared = cleared
-        lone = [i for i, append in enumerate(appends) if append.rows == 1]
-        rest = [i for i, append in enumerate(appends) if append.rows > 1]
-        assert not keep_order or not lone or not rest
-        self.order = lone + rest
+        self._cleared, self._tables = cleared, tables
+        self.order = sorted(range(len(appends)), key=lambda i: _kind(appends[i]))
+        assert not keep_order or self.order == list(range(len(appends)))
+        self.lone = sum(append.rows == 1 for append in appends)
         self._together = views and pool.format.bits is None
-        if lone and not keep_order and self._together:
+        if self.lone and not keep_order and self._together:
+            lone, rest = self.order[: self.lone], self.order[self.lone :]
             lanes = self._lanes(0, [appends[i] for i in lone])
-            self.order = [lone[lane.row] for g in group_lanes(lanes) for lane in g]
-            self.order += rest
+            lone = [lone[lane.row] for g in group_lanes(lanes) for lane in g]
+            self.order = lone + rest
         self.appends = [appends[i] for i in self.order]
-        self.lone = len(lone)
         self.rows = sum(append.rows for append in appends)
+        self._indexed = 0 if views else sum(_kind(a) < _LONG for a in appends)
+        self.short = sum(append.rows for append in self.appends[: self._indexed])
         self.groups = [self._plan(group) for group in range(len(pool.windows))]
+
+    def with_pages(self, pages: Sequence[PageIndex]) -> StepPlan:
+        """The same plan with another index in each group."""
+        other = copy.copy(self)
+        pairs = zip(self.groups, pages, strict=True)
+        other.groups = [group._replace(pages=index) for group, index in pairs]
+        return other
 
     def commit(self) -> None:
         """The tables hold the rows from now on."""
@@ -117,8 +122,8 @@ class StepPlan:
             self._cleared.pop(table, None)  # that may not have come about
 
     def _plan(self, group: int) -> GroupPlan:
-        lone = self.appends[: self.lone]
-        where = [_run(append.table, group, append.start)[0] for append in lone]
+        pages = page_index(self.pool, group, self.appends, self._indexed, self._tables)
+        lone = self.appends[: self.lone] if self.views else []
         order, back = None, None
         together: list[Together] = []
         singles: list[list[Slots]] = []
@@ -134,19 +139,14 @@ class StepPlan:
                 for lane in lanes:
                     if lane.length < longest:
                         clear += self._unclean(group, lone[lane.row], lane)
-        elif lone and not self.views and self.pool.format.bits is None:
-            together = [_gathered([self._seen(group, append) for append in lone])]
         else:
             singles = [self._seen(group, append) for append in lone]
-        chunks, row = [], self.lone
-        for append in self.appends[self.lone :]:
-            stop = append.start + append.rows
-            write = append.table.slots(group, append.start, stop)
+        chunks, row = [], self.short or self.lone
+        for append in self.appends[self._indexed or self.lone :]:
             rows_ = slice(row, row + append.rows)
-            chunks.append(Chunk(rows_, write, self._seen(group, append)))
+            chunks.append(Chunk(rows_, self._seen(group, append)))
             row += append.rows
-        slots = mx.array(where) if where else None
-        return GroupPlan(slots, together, singles, order, back, chunks, clear)
+        return GroupPlan(pages, together, singles, order, back, chunks, clear)
 
     def _seen(self, group: int, append: Append) -> list[Slots]:
         """The runs of slots that a request's rows see, their own included."""
@@ -176,6 +176,14 @@ class StepPlan:
         return [(lane.start + lane.length, lane.start + lane.room)]
 
 
+_LONG = 2  # the kind of append that the index does not read
+
+
+def _kind(append: Append) -> int:
+    """Lone rows first, then appends that kernels take, then longer ones."""
+    return (append.rows > 1) + (append.rows > MOST_ROWS)
+
+
 def _run(table: PageTable, group: int, token: int) -> Slots:
     """The slot of a token, and where its run of neighbouring pages ends."""
     return table.slots(group, token, 1 << 60)[0]
@@ -191,22 +199,4 @@ def _together(lanes: Sequence[Lane]) -> Together:
         )
     stride = lanes[1].start - lanes[0].start if len(lanes) > 1 else 0
     first = lanes[0]
-    return Together(
-        len(lanes), first.start, stride, length, mask, first.before, gathered=None
-    )
-
-
-def _gathered(seen: Sequence[list[Slots]]) -> Together:
-    """All rows with the slots that each sees; what is masked is a slot of their own."""
-    slots = [np.concatenate([np.arange(a, b) for a, b in runs]) for runs in seen]
-    length = max(len(own) for own in slots)
-    index = np.stack(
-        [np.pad(own, (0, length - len(own)), constant_values=own[0]) for own in slots]
-    )
-    mask = None
-    lengths = np.array([[len(own)] for own in slots])
-    if (lengths < length).any():
-        mask = mx.array(
-            np.where(np.arange(length) < lengths, 0.0, -np.inf).astype(np.float32)
-        )
-    return Together(len(slots), 0, 0, length, mask, (), mx.array(index))
+    return Together(len(lanes), first.start, stride, length, mask, first.before)

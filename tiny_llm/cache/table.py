@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..errors import OutOfPagesError, ParameterError, whole_number
 from ..memory import SLACK
 from .base import refuse_rewind
+from .page_index import Append, PageIndex, page_index
 from .pages import PageAllocator
 from .pool import PagePool, Slots
 
@@ -33,12 +34,13 @@ class PageTable:
         self.reserve = whole_number("reserve", reserve, least=0)
         self.lengths = [0] * len(pool.group_of)  # tokens that each layer holds
         # each is replaced as a whole, never changed: Ctrl-C may come at any moment
-        self.held = [_Pages(0, ()) for _ in pool.windows]
+        self.held = [HeldPages(0, ()) for _ in pool.windows]
         self._begin = [0] * len(self.held)  # before it tokens of a group never came
         self._ready = (0, 0)  # tokens that may be written: their pages are our own
         self._adopted = False  # and nothing reserved since
         self._backed = True  # the pool has memory for all the pages held
         self._runs = [(held, _runs(held, 1)) for held in self.held]
+        self._indices: dict[int, tuple[HeldPages, Slots, PageIndex]] = {}
         pool.tables.add(self)
         self._end = weakref.finalize(self, _abandon, pool.allocators, self.held)
         self._end.atexit = False
@@ -97,7 +99,7 @@ class PageTable:
         """
         assert self.length == 0, "only an empty table adopts"
         assert not any(self.pages)
-        found = [_Pages(dropped, tuple(pages)) for dropped, pages in held]
+        found = [HeldPages(dropped, tuple(pages)) for dropped, pages in held]
         lengths = [length] * len(self.lengths)
         with self._books():
             for allocator, (_, pages) in zip(self.pool.allocators, found, strict=True):
@@ -115,7 +117,7 @@ class PageTable:
         group = self.pool.group_of[layer]
         held = self.held[group]
         if not held.pages:
-            held = _Pages(start // self.pool.page_size, ())
+            held = HeldPages(start // self.pool.page_size, ())
         with self._books():  # (also with pages of a reserve: too few, or shared)
             plan = self._plan(group, held, start, stop)
             self.held[group] = held
@@ -134,6 +136,14 @@ class PageTable:
             for token, slot, count in runs
             if token < stop and start < token + count
         ]
+
+    def index(self, group: int, start: int, stop: int) -> PageIndex:
+        """Where the tokens start .. stop go and what they see; made for all layers."""
+        held, was, index = self._indices.get(group, (None, None, None))
+        if index is None or held is not self.held[group] or was != (start, stop):
+            index = page_index(self.pool, group, [Append(self, start, stop - start)], 1)
+            self._indices[group] = self.held[group], (start, stop), index
+        return index
 
     def check_rewind(self, layer: int, n: int) -> None:
         """Raise ParameterError unless a layer can forget its newest n tokens."""
@@ -166,7 +176,7 @@ class PageTable:
                 used = pages[: max(0, -(-self.length // size) - dropped)]
                 for page in used:
                     self.pool.allocators[group].hold(page)
-                other.held[group] = _Pages(dropped, used)
+                other.held[group] = HeldPages(dropped, used)
             other.lengths, other._begin = list(self.lengths), list(self._begin)
             other._backed = self._backed
             self._ready = (0, 0)
@@ -198,7 +208,7 @@ class PageTable:
             self.pool.recount()
             raise
 
-    def _plan(self, group: int, held: _Pages, start: int, stop: int) -> _Plan:
+    def _plan(self, group: int, held: HeldPages, start: int, stop: int) -> _Plan:
         """What makes the tokens start .. stop writable. Raises OutOfPagesError."""
         size = self.pool.page_size
         window, allocator = self.pool.windows[group], self.pool.allocators[group]
@@ -234,7 +244,7 @@ class PageTable:
         allocator, (dropped, held) = self.pool.allocators[group], self.held[group]
         pages = list(held[plan.leave :])
         # given up before they are free: they may be written to in what follows
-        self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
+        self.held[group] = HeldPages(dropped + plan.leave, tuple(pages))
         for page in held[: plan.leave]:
             allocator.release(page)
         for page in plan.findable:
@@ -254,7 +264,7 @@ class PageTable:
             self.pool.back(group, max(pages, default=0))
         else:
             self._backed = False
-        self.held[group] = _Pages(dropped + plan.leave, tuple(pages))
+        self.held[group] = HeldPages(dropped + plan.leave, tuple(pages))
 
     def _trim(self) -> None:
         """Give back the pages beyond the tokens and their reserve."""
@@ -271,12 +281,12 @@ class PageTable:
                 kept = pages[: max(0, -(-wanted // size) - dropped)]
                 if length and len(kept) == len(pages):
                     continue
-                self.held[group] = _Pages(dropped if length else 0, kept)
+                self.held[group] = HeldPages(dropped if length else 0, kept)
                 for page in reversed(pages[len(kept) :]):  # heads stay findable longest
                     self.pool.allocators[group].release(page)
 
 
-class _Pages(NamedTuple):
+class HeldPages(NamedTuple):
     """Of one group: how many pages were given back, and those after them."""
 
     dropped: int
@@ -293,7 +303,7 @@ class _Plan(NamedTuple):
     new: int
 
 
-def _runs(held: _Pages, size: int) -> list[tuple[int, int, int]]:
+def _runs(held: HeldPages, size: int) -> list[tuple[int, int, int]]:
     """(first token, first slot, tokens) of each run of neighbouring pages."""
     runs: list[tuple[int, int, int]] = []
     for place, page in enumerate(held.pages, start=held.dropped):
@@ -305,6 +315,6 @@ def _runs(held: _Pages, size: int) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _abandon(allocators: list[PageAllocator], held: list[_Pages]) -> None:
+def _abandon(allocators: list[PageAllocator], held: list[HeldPages]) -> None:
     for allocator, (_, pages) in zip(allocators, held, strict=True):
         allocator.abandon(pages[::-1])

@@ -21,7 +21,7 @@ from ..errors import (
     TinyLLMError,
     whole_number,
 )
-from ..kernels import on_gpu
+from ..kernels import on_gpu, reads_pages
 from ..memory import PAGE_SIZE
 from ..models import Decoder
 from ..progress import Progress, progress_bar
@@ -62,6 +62,7 @@ class Engine:
         kv_group_size: int | None = None,
         pipeline: bool | None = None,
         page_views: bool | None = None,
+        compile_decode: bool | None = None,
     ) -> None:
         """tokenizer: for prompts that are text, and for text in the answers.
 
@@ -72,7 +73,9 @@ class Engine:
         find what prompts have in common with earlier ones. kv_bits, kv_group_size:
         packed as a "quantized" cache. pipeline: launch a step before the tokens of the
         one before are read (None: on a GPU). page_views: read pages where they lie
-        rather than gather them (None: except on a GPU).
+        rather than through a table, as the kernels do (None: except on a GPU).
+        compile_decode: compile steps that only decode when their shape recurs (None: on
+        a GPU); the model's weights must not change then. Not with page_views.
 
         Raises ParameterError.
         """
@@ -81,15 +84,20 @@ class Engine:
             ("prefix_cache", prefix_cache),
             ("pipeline", True if pipeline is None else pipeline),
             ("page_views", True if page_views is None else page_views),
+            ("compile_decode", True if compile_decode is None else compile_decode),
         ):
             if not isinstance(value, bool):
                 raise ParameterError(f"{name} must be True or False, got {value!r}")
         max_batch = whole_number("max_batch", max_batch, least=1)
         max_step_tokens = whole_number("max_step_tokens", max_step_tokens, least=1)
-        if page_views is not None and kv_bits is not None:
+        if page_views is None:
+            page_views = not reads_pages()
+        if compile_decode is None:
+            compile_decode = on_gpu() and not page_views
+        if compile_decode and page_views:
             raise ParameterError(
-                "page_views has no effect with kv_bits: packed keys are read request "
-                "by request"
+                "compile_decode needs page_views=False: views of the pages change with "
+                "every token"
             )
         self.model, self.tokenizer = model, tokenizer
         packing = {"bits": kv_bits, "group_size": kv_group_size}
@@ -110,7 +118,7 @@ class Engine:
             self._memory, cost, max_batch=max_batch, max_step_tokens=max_step_tokens
         )
         self._core = Core(
-            Runner(model, self.pool, page_views),
+            Runner(model, self.pool, page_views, compile_decode),
             self._memory,
             self._scheduler,
             cost,

@@ -1,0 +1,148 @@
+"""Attention of few new tokens over the packed rows of a dense cache."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from tiny_llm.errors import ParameterError
+
+from .cached import (
+    MOST_ROWS,
+    Shape,
+    check_options,
+    launch,
+    rounded,
+    splits_for,
+    supports,
+)
+from .canary import dense_problem, difference
+from .metal import runs_on_metal
+from .quantized import PackedRows, quantized_attention
+
+
+def dense_quantized_attention(
+    q: mx.array,
+    k: PackedRows,
+    v: PackedRows,
+    *,
+    group_size: int,
+    bits: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
+    splits: int | None = None,
+) -> mx.array:
+    """`attention` over packed keys and values [B, Hkv, S, ...], in one launch.
+
+    q: [B, H, L, D]; k, v: views of the cache's buffers, which are read where they lie;
+    the last axis of each array must be without gaps. splits: threadgroups that share
+    the keys of a KV head (None: by the rule in cached.py; the reference has none). For
+    more than 8 new tokens it is the reference, which unpacks the rows.
+    Returns [B, H, L, D]. Raises ParameterError; with TINY_LLM_KERNELS=metal also
+    KernelError.
+    """
+    _check(q, k, v, bits, group_size)
+    batch, heads, length, dim = q.shape
+    kv_heads, context = k.words.shape[1], k.words.shape[2]
+    group = heads // kv_heads
+    check_options(heads, window, softcap, sinks, splits)
+    if splits is None:
+        splits = splits_for(batch * kv_heads, context)
+    rows = rounded(length)
+    shape = Shape(
+        q.dtype, dim, bits, group_size, 0, group, rows, splits > 1, sinks is not None
+    )
+    if (
+        length > MOST_ROWS
+        or not supports(q.dtype, dim, bits)
+        or not runs_on_metal(shape, lambda: _canary(shape))
+    ):
+        return quantized_attention(
+            q,
+            [k],
+            [v],
+            group_size=group_size,
+            bits=bits,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    return _launch(shape, q, k, v, scale, softcap, window, sinks, splits)
+
+
+def _launch(
+    shape: Shape,
+    q: mx.array,
+    k: PackedRows,
+    v: PackedRows,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    sinks: mx.array | None,
+    splits: int,
+) -> mx.array:
+    named = [
+        (f"{rows}_{part}", _of_eight(array))
+        for rows, packed in (("k", k), ("v", v))
+        for part, array in zip(PackedRows._fields, packed, strict=True)
+    ]
+    return launch(
+        shape,
+        q,
+        named,
+        kv_heads=k.words.shape[1],
+        sequences=q.shape[0],
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        sinks=sinks,
+        splits=splits,
+        extra=(k.words.shape[2], q.shape[2]),
+    )
+
+
+def _of_eight(rows: mx.array) -> mx.array:
+    """Further rows where there are fewer than 8 elements: see metal.kernel."""
+    if rows.size >= 8:
+        return rows
+    return mx.pad(rows, [(0, 0), (0, 0), (0, 8 - rows.shape[2]), (0, 0)])
+
+
+def _canary(shape: Shape) -> str | None:
+    q, k, v, scale, sinks, expected = dense_problem(shape)
+    rows = PackedRows(*k), PackedRows(*v)
+    splits = 2 if shape.split else 1
+    found = _launch(shape, q, *rows, scale, None, None, sinks, splits)
+    return difference(found, expected, shape.dtype)
+
+
+def _check(
+    q: mx.array, k: PackedRows, v: PackedRows, bits: int, group_size: int
+) -> None:
+    if q.ndim != 4:
+        raise ParameterError(f"q must be [B, H, L, D], got {q.shape}")
+    batch, heads, length, dim = q.shape
+    if k.words.ndim != 4:
+        raise ParameterError(f"words must be [B, Hkv, S, ...], got {k.words.shape}")
+    if group_size < 1 or dim % group_size:
+        raise ParameterError(f"groups of {group_size} in rows of {dim} numbers")
+    kv_heads, context = k.words.shape[1], k.words.shape[2]
+    if kv_heads < 1 or heads % kv_heads or context < length:
+        raise ParameterError(
+            f"queries {q.shape} over {context} tokens of {kv_heads} KV heads"
+        )
+    front = (batch, kv_heads, context)
+    expected = [
+        (mx.uint32, (*front, dim * bits // 32)),
+        (q.dtype, (*front, dim // group_size)),
+        (q.dtype, (*front, dim // group_size)),
+    ]
+    for rows in (k, v):
+        for part, (dtype, shape) in zip(rows, expected, strict=True):
+            if part.dtype != dtype or part.shape != shape:
+                raise ParameterError(
+                    f"packed rows of {part.dtype} {part.shape} for queries of "
+                    f"{q.dtype} {q.shape}: expected {dtype} {shape}"
+                )
