@@ -159,8 +159,9 @@ def test_swiglu_is_silu_of_gate_times_up(rows):
     up = mx.random.normal((rows, 64))
     g, u = np.array(gate, np.float64), np.array(up, np.float64)
     out = np.array(kernels.swiglu(gate, up))
-    expected = g / (1 + np.exp(-g)) * u
-    assert (np.abs(out - expected) / np.maximum(1, np.abs(expected))).max() < 3e-6
+    # (the sigmoid is right within 3e-7, also where it is about 0)
+    error = np.abs(out - g / (1 + np.exp(-g)) * u)
+    assert (error / np.maximum(1, np.abs(g * u))).max() < 1e-6
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 64), (64,)])
