@@ -24,6 +24,10 @@
 // Grid: (32 SIMDS, Hkv chunks, S splits) threads; threadgroup: (32 SIMDS, 1, 1).
 // Each key is read by one lane group and meets all Q queries there.
 
+threadgroup float tops[SIMDS * Q];
+threadgroup float totals[SIMDS * Q];
+threadgroup float outs[SIMDS * D];
+
 constexpr int E = D / LANES;
 constexpr int KEYS = 32 / LANES;  // at a time, in a SIMD group
 const int window = numbers[0];
@@ -50,10 +54,6 @@ const int dropped = sequences[4 * sequence + 3];
 const int context = numbers[4];
 const int rows = numbers[5];
 #endif
-
-threadgroup float tops[SIMDS * Q];
-threadgroup float totals[SIMDS * Q];
-threadgroup float outs[SIMDS * D];
 
 // Query n of the KV head's: row n / group, head n % group; this chunk has Q of them.
 const int begin = chunk * Q;

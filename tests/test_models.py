@@ -5,6 +5,7 @@ from oracle import DATA, VARIANTS, goldens, model
 
 import tiny_llm
 from tiny_llm.errors import ParameterError
+from tiny_llm.layers import Linear
 
 
 def close(a, b, tolerance=2e-4):
@@ -191,3 +192,13 @@ def test_windows_of_absent_and_null_keys_are_those_of_transformers(variant):
     assert window(config) == 4096
     assert window({**config, "sliding_window": None}) is None
     assert window({**config, "sliding_window": 9}) == 9
+
+
+def test_a_layer_uses_the_weights_that_it_has_now():
+    layer, x = Linear(8, 4), mx.random.normal((3, 8))
+    for weight in (mx.random.normal((4, 8)), mx.random.normal((4, 8))):
+        layer.weight = weight
+        assert mx.allclose(layer(x), x @ weight.T)
+    layer.update({"weight": mx.ones((4, 8))})
+    assert mx.allclose(layer(x), x @ mx.ones((8, 4)))
+    assert list(layer.parameters()) == ["weight"]
