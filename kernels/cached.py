@@ -28,6 +28,7 @@ from .metal import kernel
 SIMDS = 4  # SIMD groups of a threadgroup
 MOST_ROWS = 8  # new tokens of a sequence that the kernels take
 MOST_SPLITS = 16
+MOST_TOKENS = 2**31 - 1  # windows that are larger see all
 _REGISTERS, _OF_ONE_ROW = 48, 96
 _THREADGROUPS = 128
 _KEYS = 256
@@ -110,7 +111,7 @@ def check_options(
     """Raise ParameterError for what none of the ways of attention can do."""
     if window is not None and window < 1:
         raise ParameterError(f"window is {window}; it may be 1 or more, or None")
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not 0 < softcap < float("inf"):
         raise ParameterError(f"softcap is {softcap}; it may be above 0, or None")
     if sinks is not None and sinks.shape != (heads,):
         raise ParameterError(f"sinks {sinks.shape} for {heads} heads")
@@ -148,11 +149,12 @@ def launch(
     extra: the numbers after Hkv.
     """
     chunks, template = _constants(shape)
-    inputs = [q, *(x for _, x in named), _floats(scale, softcap or 0.0)]
-    inputs.append(_ints(window or 0, chunks, splits, kv_heads, *(extra or (0, 0))))
+    inputs = [q, *(_of_eight(x) for _, x in named), _floats(scale, softcap or 0.0)]
+    limit = min(window or 0, MOST_TOKENS)
+    inputs.append(_ints(limit, chunks, splits, kv_heads, *(extra or (0, 0))))
     names = ("q", *(name for name, _ in named), "settings", "numbers")
     if sinks is not None and not shape.split:
-        names, inputs = (*names, "sinks"), [*inputs, _of_eight(sinks)]
+        names, inputs = (*names, "sinks"), [*inputs, _sinks(sinks)]
     defined = (
         ("KV_BITS", shape.bits),
         ("PAGED", int(shape.page > 0)),
@@ -198,9 +200,9 @@ def _merge(
 ) -> mx.array:
     """parts [A, splits, D] and softmax [A, splits, 2] as attention, in q's shape."""
     count, _, dim = parts.shape
-    inputs, names = [parts, softmax], ("parts", "softmax")
+    inputs, names = [parts, _of_eight(softmax)], ("parts", "softmax")
     if sinks is not None:
-        inputs += [_ints(q.shape[1], q.shape[2]), _of_eight(sinks)]
+        inputs += [_ints(q.shape[1], q.shape[2]), _sinks(sinks)]
         names += ("heads", "sinks")  # type: ignore[assignment]
     merged = kernel("merge_splits", names, ("out",), (("SINKS", int(len(names) > 2)),))
     return merged(
@@ -213,10 +215,19 @@ def _merge(
     )[0]
 
 
-def _of_eight(sinks: mx.array) -> mx.array:
-    """In float32, and with zeros where there are fewer than 8: see metal.kernel."""
-    sinks = sinks.astype(mx.float32)
-    return sinks if sinks.size >= 8 else mx.pad(sinks, (0, 8 - sinks.size))
+def _sinks(sinks: mx.array) -> mx.array:
+    return _of_eight(sinks.astype(mx.float32)[None])[0]
+
+
+def _of_eight(x: mx.array) -> mx.array:
+    """With more of axis -2, or of the last, if it has fewer than 8 elements.
+
+    (Few packed rows of one head: see metal.kernel.)
+    """
+    if x.size >= 8:
+        return x
+    axis = x.ndim - 2 if x.ndim > 2 else x.ndim - 1
+    return mx.pad(x, [(0, 8 if i == axis else 0) for i in range(x.ndim)])
 
 
 @functools.lru_cache(maxsize=256)

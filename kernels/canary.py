@@ -47,20 +47,21 @@ def paged_problem(shape: Shape) -> PagedProblem:
     The first has as many new rows as the variant is made for.
     """
     kv_heads, page, rows = 2, shape.page, shape.rows
-    counts = [page + rows, 1]
-    q, numbers, sinks = _numbers(shape, rows + 1, (2 * kv_heads, 5 * page))
+    count = page + rows  # tokens of the first
+    used = -(-count // page)  # its pages: the last ones, from the end on
+    q, numbers, sinks = _numbers(shape, rows + 1, (2 * kv_heads, (used + 1) * page))
     pages, stored = _stored(numbers, shape)
-    table = np.zeros((2, 8), np.int32)
-    table[:, :2] = [[3, 1], [2, 0]]
-    first = stored[:, np.r_[3 * page : 4 * page, page : page + rows]]
+    table = np.zeros((2, max(used, 4)), np.int32)
+    table[0, :used] = np.arange(used, 0, -1)
+    token = np.arange(count)
+    first = stored[:, table[0, token // page] * page + token % page]
     scale = shape.dim**-0.5
     expected = [
         _attention(_double(q[i, :, 0]), first[:, : page + i + 1], scale, sinks)
         for i in range(rows)
     ]
-    second = stored[:, 2 * page : 2 * page + 1]
-    expected.append(_attention(_double(q[rows, :, 0]), second, scale, sinks))
-    sequences = [[counts[0], 0, rows, 0], [counts[1], rows, 1, 0]]
+    expected.append(_attention(_double(q[rows, :, 0]), stored[:, :1], scale, sinks))
+    sequences = [[count, 0, rows, 0], [1, rows, 1, 0]]
     return PagedProblem(
         q, pages, mx.array(table), mx.array(sequences, dtype=mx.int32), scale, sinks,
         np.stack(expected),

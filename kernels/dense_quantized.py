@@ -84,7 +84,7 @@ def _launch(
     splits: int,
 ) -> mx.array:
     named = [
-        (f"{rows}_{part}", _of_eight(array))
+        (f"{rows}_{part}", array)
         for rows, packed in (("k", k), ("v", v))
         for part, array in zip(PackedRows._fields, packed, strict=True)
     ]
@@ -101,13 +101,6 @@ def _launch(
         splits=splits,
         extra=(k.words.shape[2], q.shape[2]),
     )
-
-
-def _of_eight(rows: mx.array) -> mx.array:
-    """Further rows where there are fewer than 8 elements: see metal.kernel."""
-    if rows.size >= 8:
-        return rows
-    return mx.pad(rows, [(0, 0), (0, 0), (0, 8 - rows.shape[2]), (0, 0)])
 
 
 def _canary(shape: Shape) -> str | None:

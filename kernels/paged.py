@@ -11,6 +11,7 @@ from tiny_llm.errors import ParameterError
 from .batched import batched_attention
 from .cached import (
     MOST_ROWS,
+    MOST_TOKENS,
     Shape,
     check_options,
     launch,
@@ -122,7 +123,7 @@ def paged_reference(
     token = place + dropped[:, None] * page_size  # [N, width * page_size]
     seen = token <= position
     if window is not None:
-        seen = seen & (token > position - window)
+        seen = seen & (token > position - min(window, MOST_TOKENS))
     slots = mx.repeat(table[own] * page_size, page_size, axis=1) + place % page_size
     slots = mx.where(seen, slots, 0)
     found = [part[:, slots] for part in pages]  # [2 Hkv, N, width * page_size, ...]

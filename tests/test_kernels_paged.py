@@ -19,7 +19,8 @@ from kernel_cases import (
     pairwise,
 )
 
-from tiny_llm.kernels import cached
+from tiny_llm.kernels import cached, paged_attention
+from tiny_llm.kernels.paged import paged_reference
 
 CONTEXTS = {
     "tiny": (17, 1, 16, 2, 15),
@@ -124,6 +125,7 @@ FURTHER = {
         contexts=(9, 5), rows=(1, 0), kv_heads=1, group=1, splits=2, sinks=True
     ),
     "a window of all": Case(window=100),
+    "a window beyond what a counter holds": Case(window=1 << 40),
     "a window ends a page": Case(window=16, contexts=(32, 48), rows=(1, 1), page=16),
     "scores that differ much": Case(scale=3.0, contexts=(257, 40), rows=(8, 3)),
     "sinks above all scores": Case(scale=0.01, sinks=True, splits=4),
@@ -142,6 +144,31 @@ def test_the_kernel_is_attention_also_here(name):
     tolerance = TOLERANCE["float32"]
     assert largest_error(problem, problem.attend()) <= tolerance
     assert largest_error(problem, problem.reference()) <= tolerance
+
+
+@needs_kernels
+@pytest.mark.parametrize("page", [1, 2, 7, 8, 100])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.usefixtures("on_metal")
+def test_pages_of_any_size_pass_the_canary_too(page, rows):
+    problem = paged(Case(page=page, contexts=(40, 1, 8, 20), rows=(rows, 1, rows, 0)))
+    assert largest_error(problem, problem.attend()) <= TOLERANCE["float32"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.usefixtures("on_metal")
+def test_a_pool_of_few_packed_slots_is_read(slots):
+    """Fewer than 8 scales: MLX passes them in another way."""
+    rows = mx.random.normal((2, slots, 64), key=mx.random.key(0))
+    pages = mx.quantize(rows, group_size=64, bits=8)
+    table = mx.zeros((2, 4), dtype=mx.int32)
+    sequences = mx.array([[slots, 0, 1, 0], [0, 0, 0, 0]], dtype=mx.int32)
+    q = mx.random.normal((1, 1, 1, 64), key=mx.random.key(1))
+    options = {"page_size": slots, "scale": 0.125, "bits": 8, "group_size": 64}
+    found = paged_attention(q, pages, table, sequences, most_rows=1, **options)
+    expected = paged_reference(q, pages, table, sequences, **options)
+    assert mx.abs(found - expected).max() < 1e-5
 
 
 @needs_kernels

@@ -73,6 +73,7 @@ def paged_errors():
         "sinks of KV heads": (changed(good, sinks=mx.zeros(2)), "sinks"),
         "a window of none": (lambda: good.attend(window=0), "window"),
         "a cap of none": (lambda: good.attend(softcap=0.0), "softcap"),
+        "an endless cap": (lambda: good.attend(softcap=float("inf")), "softcap"),
         "no splits": (lambda: good.attend(splits=0), "splits"),
         "too many splits": (lambda: good.attend(splits=17), "splits"),
         "no rows": (changed(good, case=Case(rows=(0, 0))), "most_rows is 0"),
@@ -118,6 +119,7 @@ def dense_errors():
         "sinks of KV heads": (changed(good, sinks=mx.zeros(2)), "sinks"),
         "a window of none": (lambda: good.attend(window=0), "window"),
         "a cap of none": (lambda: good.attend(softcap=0.0), "softcap"),
+        "an endless cap": (lambda: good.attend(softcap=float("inf")), "softcap"),
         "no splits": (lambda: good.attend(splits=0), "splits"),
         "too many splits": (lambda: good.attend(splits=17), "splits"),
     }  # fmt: skip
