@@ -79,7 +79,7 @@ def _paged(case: Case, copies: int) -> Problem:
     widest, total = max(counts), copies * sum(counts)
     pool = stored_rows(case, np.arange(total * PAGE_SIZE))
     # width and rows of the tables as the engine makes them
-    shape = (copies, max(batch, 2), max(8, 1 << (widest - 1).bit_length()))
+    shape = (copies, max(batch, 2), max(4, 1 << (widest - 1).bit_length()))
     tables = np.zeros(shape, np.int32)
     scattered = np.random.default_rng(1).permutation(total)
     for table in tables:

@@ -126,7 +126,7 @@ def _attend_block(
     assert out is not None
     if total is not None:
         out = (out / total).astype(v[0].dtype)
-    return out.reshape(batch, heads, length, dim)
+    return out.reshape(batch, heads, length, v[0].shape[-1])
 
 
 def weigh(

@@ -112,11 +112,22 @@ def check_options(
     if window is not None and window < 1:
         raise ParameterError(f"window is {window}; it may be 1 or more, or None")
     if softcap is not None and not 0 < softcap < float("inf"):
-        raise ParameterError(f"softcap is {softcap}; it may be above 0, or None")
+        raise ParameterError(
+            f"softcap is {softcap}; it must be finite and above 0, or None"
+        )
     if sinks is not None and sinks.shape != (heads,):
         raise ParameterError(f"sinks {sinks.shape} for {heads} heads")
     if splits is not None and not 1 <= splits <= MOST_SPLITS:
         raise ParameterError(f"splits is {splits}; it may be 1 to {MOST_SPLITS}")
+
+
+def check_packing(bits: int, group_size: int, dim: int) -> None:
+    """Raise ParameterError unless rows of dim numbers can be packed so."""
+    if bits not in (4, 8) or group_size not in (32, 64) or dim % group_size:
+        raise ParameterError(
+            f"{bits} bits and groups of {group_size} for rows of {dim}: it takes 4 or "
+            "8 bits, and groups of 32 or 64 that divide the row"
+        )
 
 
 def rounded(rows: int) -> int:
@@ -151,7 +162,11 @@ def launch(
     chunks, template = _constants(shape)
     inputs = [q, *(_of_eight(x) for _, x in named), _floats(scale, softcap or 0.0)]
     limit = min(window or 0, MOST_TOKENS)
-    inputs.append(_ints(limit, chunks, splits, kv_heads, *(extra or (0, 0))))
+    counts = (limit, chunks, splits, kv_heads)
+    if extra:  # (dense rows: the context is among them and changes with each step)
+        inputs.append(mx.array((*counts, *extra), dtype=mx.int32))
+    else:
+        inputs.append(_ints(*counts))
     names = ("q", *(name for name, _ in named), "settings", "numbers")
     if sinks is not None and not shape.split:
         names, inputs = (*names, "sinks"), [*inputs, _sinks(sinks)]
@@ -200,10 +215,11 @@ def _merge(
 ) -> mx.array:
     """parts [A, splits, D] and softmax [A, splits, 2] as attention, in q's shape."""
     count, _, dim = parts.shape
-    inputs, names = [parts, _of_eight(softmax)], ("parts", "softmax")
+    inputs = [parts, _of_eight(softmax)]
+    names: tuple[str, ...] = ("parts", "softmax")
     if sinks is not None:
         inputs += [_ints(q.shape[1], q.shape[2]), _sinks(sinks)]
-        names += ("heads", "sinks")  # type: ignore[assignment]
+        names += ("heads", "sinks")
     merged = kernel("merge_splits", names, ("out",), (("SINKS", int(len(names) > 2)),))
     return merged(
         inputs=inputs,
@@ -238,4 +254,5 @@ def _floats(*values: float) -> mx.array:
 
 @functools.lru_cache(maxsize=256)
 def _ints(*values: int) -> mx.array:
+    """As _floats."""
     return mx.array(values, dtype=mx.int32)

@@ -15,7 +15,7 @@
 //   Else: q [S, H, rows, D] T; k_words, k_scales, k_biases, v_words, v_scales, v_biases
 //     [S, Hkv, tokens, ...] as above.
 //   settings float [2]: scale, softcap (0: none).
-//   numbers int32 [6]: window (0: none), chunks, splits, Hkv; not PAGED: tokens, rows.
+//   numbers int32: window (0: none), chunks, splits, Hkv; not PAGED: tokens, rows too.
 //   sinks float [H]: one more score each, of a key without a value.
 // Outputs: SPLIT: parts float [rows of q, H, splits, D] and softmax float
 //   [rows of q, H, splits, 2]: the largest score and the sum of weights; else out T, q's
@@ -46,10 +46,11 @@ const int split = int(threadgroup_position_in_grid.z) % splits;
 const int heads = q_shape[1];
 const int group = heads / kv_heads;
 #if PAGED
-const int context = sequences[4 * sequence];
-const int first_row = sequences[4 * sequence + 1];
-const int rows = sequences[4 * sequence + 2];
-const int dropped = sequences[4 * sequence + 3];
+const size_t entry = sequence * sequences_strides[0];
+const int context = sequences[entry];
+const int first_row = sequences[entry + 1];
+const int rows = sequences[entry + 2];
+const int dropped = sequences[entry + 3];
 #else
 const int context = numbers[4];
 const int rows = numbers[5];
@@ -102,7 +103,7 @@ for (int base = start + simd * KEYS; base < stop; base += SIMDS * KEYS) {
   const int mine = base + lane_group;
   const int t = min(mine, stop - 1);
 #if PAGED
-  const int page = table[sequence * table_shape[1] + t / PAGE - dropped];
+  const int page = table[sequence * table_strides[0] + t / PAGE - dropped];
   const size_t slot = size_t(page) * PAGE + t % PAGE;
 #if KV_BITS
   load_packed<T, KV_BITS, GROUP, LANES, E, PIECE>(

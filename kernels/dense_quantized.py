@@ -10,6 +10,7 @@ from .cached import (
     MOST_ROWS,
     Shape,
     check_options,
+    check_packing,
     launch,
     rounded,
     splits_for,
@@ -37,9 +38,10 @@ def dense_quantized_attention(
 
     q: [B, H, L, D]; k, v: views of the cache's buffers, which are read where they lie;
     the last axis of each array must be without gaps. splits: threadgroups that share
-    the keys of a KV head (None: by the rule in cached.py; the reference has none). For
-    more than 8 new tokens it is the reference, which unpacks the rows.
-    Returns [B, H, L, D]. Raises ParameterError; with TINY_LLM_KERNELS=metal also
+    the keys of a KV head (None: by the rule in cached.py; the reference has none). The
+    reference runs for more than 8 new tokens, which unpack the rows, for queries of
+    another type than the scales, and for values of another width Dv than keys.
+    Returns [B, H, L, Dv]. Raises ParameterError; with TINY_LLM_KERNELS=metal also
     KernelError.
     """
     _check(q, k, v, bits, group_size)
@@ -55,6 +57,8 @@ def dense_quantized_attention(
     )
     if (
         length > MOST_ROWS
+        or q.dtype != k.scales.dtype
+        or v.words.shape != k.words.shape
         or not supports(q.dtype, dim, bits)
         or not runs_on_metal(shape, lambda: _canary(shape))
     ):
@@ -119,23 +123,24 @@ def _check(
     batch, heads, length, dim = q.shape
     if k.words.ndim != 4:
         raise ParameterError(f"words must be [B, Hkv, S, ...], got {k.words.shape}")
-    if group_size < 1 or dim % group_size:
-        raise ParameterError(f"groups of {group_size} in rows of {dim} numbers")
+    check_packing(bits, group_size, dim)
     kv_heads, context = k.words.shape[1], k.words.shape[2]
     if kv_heads < 1 or heads % kv_heads or context < length:
         raise ParameterError(
             f"queries {q.shape} over {context} tokens of {kv_heads} KV heads"
         )
-    front = (batch, kv_heads, context)
-    expected = [
-        (mx.uint32, (*front, dim * bits // 32)),
-        (q.dtype, (*front, dim // group_size)),
-        (q.dtype, (*front, dim // group_size)),
-    ]
-    for rows in (k, v):
+    front, kind = (batch, kv_heads, context), k.scales.dtype
+    values = v.words.shape[-1] * 32 // bits if v.words.ndim else 0
+    for rows, width in ((k, dim), (v, values)):
+        scales = (*front, width // group_size)
+        expected = [
+            (mx.uint32, (*front, width * bits // 32)),
+            (kind, scales),
+            (kind, scales),
+        ]
         for part, (dtype, shape) in zip(rows, expected, strict=True):
             if part.dtype != dtype or part.shape != shape:
                 raise ParameterError(
-                    f"packed rows of {part.dtype} {part.shape} for queries of "
-                    f"{q.dtype} {q.shape}: expected {dtype} {shape}"
+                    f"packed rows of {part.dtype} {part.shape} for queries {q.shape}: "
+                    f"expected {dtype} {shape}"
                 )

@@ -27,13 +27,12 @@ def linear(
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     packed: Packed | None = None,
-    transposed: mx.array | None = None,
 ) -> mx.array:
     """x @ weight^T [+ bias] [+ residual].
 
     x: [..., in], many rows best as [N, in]; weight: [out, in], or uint32
     [out, in * bits / 32] if packed; bias: [out]; residual: [..., out].
-    transposed: weight.T, if it is at hand. Returns [..., out].
+    Returns [..., out].
     """
     if packed is not None:
         y = mx.quantized_matmul(
@@ -53,8 +52,7 @@ def linear(
     one_row = x.size == x.shape[-1] and x.ndim > 1 and not on_gpu()
     if one_row:
         x = mx.broadcast_to(x, (*x.shape[:-2], 2, x.shape[-1]))
-    matrix = weight.T if transposed is None else transposed
-    y = x @ matrix if residual is None else mx.addmm(residual, x, matrix)
+    y = x @ weight.T if residual is None else mx.addmm(residual, x, weight.T)
     if one_row:
         y = y[..., :1, :]
     return y if bias is None else y + bias

@@ -25,8 +25,9 @@ _warned = False
 def setting() -> str:
     """The environment's TINY_LLM_KERNELS: auto (unless set), metal or reference.
 
-    metal: our kernels or a KernelError; reference: MLX's own operations; auto: our
-    kernels on a GPU on which they give the right numbers. Raises ParameterError.
+    metal: our kernels, and a KernelError where they cannot run; reference: MLX's own
+    operations, which also do what there is no kernel for; auto: our kernels on a GPU on
+    which they give the right numbers. Raises ParameterError.
     """
     found = os.environ.get(VARIABLE) or "auto"
     if found not in SETTINGS:

@@ -14,6 +14,7 @@ from .cached import (
     MOST_TOKENS,
     Shape,
     check_options,
+    check_packing,
     launch,
     rounded,
     splits_for,
@@ -201,8 +202,7 @@ def _check(
         raise ParameterError(f"pages of {page_size} tokens in {slots} slots")
     shapes, dtypes = [(heads, slots, dim)], [q.dtype]
     if bits is not None and group_size is not None:
-        if group_size < 1 or dim % group_size:
-            raise ParameterError(f"groups of {group_size} in rows of {dim} numbers")
+        check_packing(bits, group_size, dim)
         scales = (heads, slots, dim // group_size)
         shapes = [(heads, slots, dim * bits // 32), scales, scales]
         dtypes = [mx.uint32, q.dtype, q.dtype]

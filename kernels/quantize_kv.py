@@ -5,8 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from tiny_llm.errors import ParameterError
-
+from .cached import check_packing
 from .kv_rows import check_kv
 from .metal import kernel, runs_on_metal
 from .quantized import PackedRows, quantize_rows
@@ -24,11 +23,7 @@ def quantize_kv(k: mx.array, v: mx.array, group_size: int, bits: int) -> PackedR
     """
     check_kv(k, v)
     dim = k.shape[3]
-    if bits not in (4, 8) or group_size not in (32, 64) or dim % group_size:
-        raise ParameterError(
-            f"{bits} bits and groups of {group_size} for rows of {dim}: it takes 4 or "
-            "8 bits, and groups of 32 or 64 that divide the row"
-        )
+    check_packing(bits, group_size, dim)
     variant = ("quantize_kv", k.dtype, dim, group_size, bits)
     if (
         k.dtype in _DTYPES

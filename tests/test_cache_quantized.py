@@ -203,6 +203,34 @@ def test_numpy_integers_are_bits_and_floats_are_not(tmp_path):
                 m.create_kv_cache(kind, **options, **bad)
 
 
+@pytest.mark.parametrize("length", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"),
+    [
+        ("float16", "float32", 64),
+        ("float32", "float16", 64),
+        ("float32", "float32", 128),
+    ],
+)
+def test_queries_of_another_dtype_and_values_of_another_width(
+    queries, keys, width, length, monkeypatch
+):
+    """No kernel takes them, where kernels are asked for either."""
+    monkeypatch.setenv("TINY_LLM_KERNELS", "metal")
+    cache = QuantizedKvCache(bits=8)
+    q = random(1, 4, length, 64).astype(getattr(mx, queries))
+    k = random(1, 2, length, 64).astype(getattr(mx, keys))
+    v = random(1, 2, length, width).astype(getattr(mx, keys))
+    found = cache.attend(q, k, v, scale=0.125)
+    assert found.shape == (1, 4, length, width)
+    assert cache.offset == length
+    k, v = (mx.repeat(x, 2, axis=1).astype(mx.float32) for x in (k, v))
+    expected = mx.fast.scaled_dot_product_attention(
+        q.astype(mx.float32), k, v, scale=0.125, mask="causal" if length > 1 else None
+    )
+    assert mx.abs(found - expected).max() < 0.03
+
+
 def test_keys_of_another_dtype_are_refused_not_cast():
     for cache in (TinyKvFullCache(), QuantizedKvCache(), RotatingKvCache(9)):
         k = random(1, 1, 2, 64)

@@ -1,11 +1,15 @@
+import gc
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from oracle import DATA, VARIANTS, goldens, model
+from mlx.utils import tree_flatten
+from oracle import DATA, VARIANTS, goldens, model, random_model
 
 import tiny_llm
 from tiny_llm.errors import ParameterError
 from tiny_llm.layers import Linear
+from tiny_llm.quantize import quantize
 
 
 def close(a, b, tolerance=2e-4):
@@ -96,7 +100,6 @@ def test_bad_calls_are_refused():
 
 
 def test_parameters_are_reachable_as_an_mlx_module():
-    from mlx.utils import tree_flatten
 
     names = dict(tree_flatten(model("qwen3").parameters()))
     assert names["layers.0.self_attn.qkv_proj.weight"].shape == (8 * 32, 64)
@@ -134,6 +137,29 @@ def test_replaced_weights_count_in_later_decode_steps():
     assert mx.abs(after - m(mx.array([golden.ids[:2]]))[:, :1]).max() < 1e-4
     m.embed_tokens.weight = mx.zeros((384, 64))
     assert mx.abs(m(one)).max() == 0
+
+
+def test_weights_changed_in_place_count_too():
+    m = tiny_llm.load_model(DATA / "llama_tied")
+    down, x = m.layers[1].mlp.down_proj, mx.ones((3, 96))
+    before = down(x)
+    down.weight *= 2
+    assert mx.allclose(down(x), 2 * before)
+    down.weight[1] = 0
+    assert not down(x)[:, 1].any()
+
+
+def test_a_model_that_has_run_keeps_no_dense_weights_once_quantised():
+    m = random_model("llama_tied", hidden_size=256, intermediate_size=1024)
+    m(mx.array([[1, 2, 3]]))
+    quantize(m, 4)
+    mx.eval(m.parameters())
+    packed = sum(array.nbytes for _, array in tree_flatten(m.parameters()))
+    gc.collect()
+    held = mx.get_active_memory()
+    del m
+    gc.collect()
+    assert held - mx.get_active_memory() < 1.2 * packed
 
 
 @pytest.mark.parametrize("variant", ["llama_yarn", "qwen3", "mistral_swa"])

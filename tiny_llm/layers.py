@@ -13,16 +13,6 @@ import mlx.nn as nn
 from . import kernels
 
 
-class _Turned:
-    """A weight and its transpose: made once, it is no operation of every step.
-
-    (No tuple: nn.Module would look for parameters in it.)
-    """
-
-    def __init__(self, weight: mx.array) -> None:
-        self.weight, self.transposed = weight, weight.T
-
-
 class Linear(nn.Module):
     """y = x W^T [+ b] [+ residual]; W is dense or packed (MLX's affine groups).
 
@@ -36,22 +26,16 @@ class Linear(nn.Module):
         self.parts: Mapping[str, int] = MappingProxyType({})
         self.packing: tuple[int, int] | None = None  # group size, bits
         self.weight = mx.zeros((0,))
-        self._turned = _Turned(self.weight)
         if bias:
             self.bias = mx.zeros((0,))
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x: [..., inputs]; residual: [..., outputs] -> [..., outputs]."""
-        weight, packed, transposed = self.weight, None, None
+        packed = None
         if self.packing is not None:
             packed = kernels.Packed(self.scales, self.biases, *self.packing)
-        else:
-            turned = self._turned
-            if turned.weight is not weight:
-                turned = self._turned = _Turned(weight)
-            transposed = turned.transposed
         bias = self.bias if self.has_bias else None
-        return kernels.linear(x, weight, bias, residual, packed, transposed)
+        return kernels.linear(x, self.weight, bias, residual, packed)
 
 
 class FusedLinear(Linear):
