@@ -3,7 +3,7 @@
 Models and caches call these and never ask which device they are on.
 """
 
-from .attention import attention, causal_mask
+from .attention import attention, causal_mask, check_attention
 from .batched import batched_attention
 from .cached import MOST_ROWS
 from .dense_quantized import dense_quantized_attention
@@ -31,6 +31,7 @@ __all__ = [
     "batched_attention",
     "can_fuse",
     "causal_mask",
+    "check_attention",
     "dense_quantized_attention",
     "dequantize_rows",
     "exp_below",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from tiny_llm.errors import ParameterError
+
 from .elementwise import attention_weights, exp_below
 from .runtime import on_gpu
 
@@ -33,7 +35,7 @@ def attention(
     pieces along S. `window` W: only the newest W of those keys, itself included, and
     the first `keep` of all. `softcap` c: scores become c tanh(score / c). `sinks` [H]:
     one more score per head, of a key without a value.
-    Returns [B, H, L, D]. The softmax is in float32.
+    Returns [B, H, L, D], D of the values, in q's dtype. The softmax is in float32.
     """
     ks, vs = _pieces(k), _pieces(v)
     length, context = q.shape[2], sum(piece.shape[2] for piece in ks)
@@ -52,7 +54,7 @@ def attention(
             mask = "causal"
         return mx.fast.scaled_dot_product_attention(
             q, ks[0], vs[0], scale=scale, mask=mask, sinks=sinks
-        )
+        ).astype(q.dtype)
     q = q * scale
     if len(ks) > 1 or (length == 1 and window is None):
         mask = None if length == 1 else causal_mask(length, context)
@@ -75,6 +77,20 @@ def attention(
             )
         )
     return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2)
+
+
+def check_attention(
+    heads: int, window: int | None, softcap: float | None, sinks: mx.array | None
+) -> None:
+    """Raise ParameterError for settings that none of the ways of attention can do."""
+    if window is not None and window < 1:
+        raise ParameterError(f"window is {window}; it may be 1 or more, or None")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ParameterError(
+            f"softcap is {softcap}; it must be finite and above 0, or None"
+        )
+    if sinks is not None and sinks.shape != (heads,):
+        raise ParameterError(f"sinks {sinks.shape} for {heads} heads")
 
 
 def causal_mask(
@@ -126,7 +142,7 @@ def _attend_block(
     assert out is not None
     if total is not None:
         out = (out / total).astype(v[0].dtype)
-    return out.reshape(batch, heads, length, v[0].shape[-1])
+    return out.reshape(batch, heads, length, v[0].shape[-1]).astype(q.dtype)
 
 
 def weigh(

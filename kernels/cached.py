@@ -101,22 +101,8 @@ def supports(dtype: mx.Dtype, dim: int, bits: int = 0) -> bool:
     return dtype in _DTYPES and deal(dim, bits) is not None
 
 
-def check_options(
-    heads: int,
-    window: int | None,
-    softcap: float | None,
-    sinks: mx.array | None,
-    splits: int | None,
-) -> None:
-    """Raise ParameterError for what none of the ways of attention can do."""
-    if window is not None and window < 1:
-        raise ParameterError(f"window is {window}; it may be 1 or more, or None")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ParameterError(
-            f"softcap is {softcap}; it must be finite and above 0, or None"
-        )
-    if sinks is not None and sinks.shape != (heads,):
-        raise ParameterError(f"sinks {sinks.shape} for {heads} heads")
+def check_splits(splits: int | None) -> None:
+    """Raise ParameterError for a number of splits that there is not."""
     if splits is not None and not 1 <= splits <= MOST_SPLITS:
         raise ParameterError(f"splits is {splits}; it may be 1 to {MOST_SPLITS}")
 
@@ -137,7 +123,8 @@ def rounded(rows: int) -> int:
 
 def splits_for(threadgroups: int, longest: int) -> int:
     """Into how many parts `longest` keys are split, a power of two."""
-    wanted = min(MOST_SPLITS, longest // _KEYS, -(-_THREADGROUPS // threadgroups))
+    parts = -(-_THREADGROUPS // max(threadgroups, 1))
+    wanted = min(MOST_SPLITS, longest // _KEYS, parts)
     return 1 << (max(wanted, 1).bit_length() - 1)
 
 

@@ -6,7 +6,8 @@
 // Template: T: type of q, of numbers, scales and biases; D: head dimension; LANES and
 //   PIECE: see attend.h; Q: queries of a threadgroup; SIMDS: its SIMD groups; GROUP:
 //   numbers of a scale; PAGE: tokens of a page.
-// Inputs (the last axis of each without gaps, the others with any strides):
+// Inputs (the last axis of q, numbers, words, scales and biases without gaps, all other
+//   axes with any strides):
 //   PAGED: q [N, H, 1, D] T; pages T [2 Hkv, slots, D], or words uint32
 //     [2 Hkv, slots, D KV_BITS / 32] with scales and biases T [2 Hkv, slots, D / GROUP]:
 //     the heads of the keys, then those of the values; page p is the slots PAGE p and on.
@@ -48,9 +49,9 @@ const int group = heads / kv_heads;
 #if PAGED
 const size_t entry = sequence * sequences_strides[0];
 const int context = sequences[entry];
-const int first_row = sequences[entry + 1];
-const int rows = sequences[entry + 2];
-const int dropped = sequences[entry + 3];
+const int first_row = sequences[entry + sequences_strides[1]];
+const int rows = sequences[entry + 2 * sequences_strides[1]];
+const int dropped = sequences[entry + 3 * sequences_strides[1]];
 #else
 const int context = numbers[4];
 const int rows = numbers[5];
@@ -103,7 +104,7 @@ for (int base = start + simd * KEYS; base < stop; base += SIMDS * KEYS) {
   const int mine = base + lane_group;
   const int t = min(mine, stop - 1);
 #if PAGED
-  const int page = table[sequence * table_strides[0] + t / PAGE - dropped];
+  const int page = table[sequence * table_strides[0] + (t / PAGE - dropped) * table_strides[1]];
   const size_t slot = size_t(page) * PAGE + t % PAGE;
 #if KV_BITS
   load_packed<T, KV_BITS, GROUP, LANES, E, PIECE>(

@@ -6,11 +6,12 @@ import mlx.core as mx
 
 from tiny_llm.errors import ParameterError
 
+from .attention import check_attention
 from .cached import (
     MOST_ROWS,
     Shape,
-    check_options,
     check_packing,
+    check_splits,
     launch,
     rounded,
     splits_for,
@@ -38,17 +39,19 @@ def dense_quantized_attention(
 
     q: [B, H, L, D]; k, v: views of the cache's buffers, which are read where they lie;
     the last axis of each array must be without gaps. splits: threadgroups that share
-    the keys of a KV head (None: by the rule in cached.py; the reference has none). The
-    reference runs for more than 8 new tokens, which unpack the rows, for queries of
-    another type than the scales, and for values of another width Dv than keys.
-    Returns [B, H, L, Dv]. Raises ParameterError; with TINY_LLM_KERNELS=metal also
-    KernelError.
+    the keys of a KV head (None: by the rule in cached.py; the reference has none).
+    group_size: 32 or 64; bits: 8 or 4. The reference runs for more than 8 new tokens,
+    which unpack the rows, for scales of other types than q's, for values of another
+    width Dv than keys, and for heads that no kernel is made for.
+    Returns [B, H, L, Dv] in q's dtype. Raises ParameterError; with
+    TINY_LLM_KERNELS=metal also KernelError.
     """
     _check(q, k, v, bits, group_size)
     batch, heads, length, dim = q.shape
     kv_heads, context = k.words.shape[1], k.words.shape[2]
     group = heads // kv_heads
-    check_options(heads, window, softcap, sinks, splits)
+    check_attention(heads, window, softcap, sinks)
+    check_splits(splits)
     if splits is None:
         splits = splits_for(batch * kv_heads, context)
     rows = rounded(length)
@@ -57,7 +60,8 @@ def dense_quantized_attention(
     )
     if (
         length > MOST_ROWS
-        or q.dtype != k.scales.dtype
+        or not q.size
+        or not q.dtype == k.scales.dtype == v.scales.dtype
         or v.words.shape != k.words.shape
         or not supports(q.dtype, dim, bits)
         or not runs_on_metal(shape, lambda: _canary(shape))
@@ -129,10 +133,10 @@ def _check(
         raise ParameterError(
             f"queries {q.shape} over {context} tokens of {kv_heads} KV heads"
         )
-    front, kind = (batch, kv_heads, context), k.scales.dtype
+    front = (batch, kv_heads, context)
     values = v.words.shape[-1] * 32 // bits if v.words.ndim else 0
     for rows, width in ((k, dim), (v, values)):
-        scales = (*front, width // group_size)
+        scales, kind = (*front, width // group_size), rows.scales.dtype
         expected = [
             (mx.uint32, (*front, width * bits // 32)),
             (kind, scales),

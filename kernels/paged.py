@@ -8,13 +8,14 @@ import mlx.core as mx
 
 from tiny_llm.errors import ParameterError
 
+from .attention import check_attention
 from .batched import batched_attention
 from .cached import (
     MOST_ROWS,
     MOST_TOKENS,
     Shape,
-    check_options,
     check_packing,
+    check_splits,
     launch,
     rounded,
     splits_for,
@@ -53,15 +54,17 @@ def paged_attention(
     used.
     window, softcap, sinks: as in `attention`. splits: threadgroups that share the keys
     of a sequence (None: by the rule in cached.py; the reference has none).
-    Arrays may be views, but the last axis of each must be without gaps; width is 4 and
-    S is 2 at least. Returns [N, H, 1, D]; of a row of no sequence, anything. Sums and
-    softmax are in float32. Raises ParameterError; with TINY_LLM_KERNELS=metal also
-    KernelError.
+    Arrays may be views, but the last axis of q and pages must be without gaps; width is
+    4 and S is 2 at least; group_size 32 or 64, bits 8 or 4. Returns [N, H, 1, D] in q's
+    dtype; of a row of no sequence, anything. Sums and softmax are in float32. The
+    reference runs for pages of another type than q's, and for heads that no kernel is
+    made for. Raises ParameterError; with TINY_LLM_KERNELS=metal also KernelError.
     """
     _check(q, pages, table, sequences, page_size, bits, group_size)
     if not 1 <= most_rows <= MOST_ROWS:
         raise ParameterError(f"most_rows is {most_rows}; it may be 1 to {MOST_ROWS}")
-    check_options(q.shape[1], window, softcap, sinks, splits)
+    check_attention(q.shape[1], window, softcap, sinks)
+    check_splits(splits)
     kv_heads = pages[0].shape[0] // 2
     group = q.shape[1] // kv_heads
     if splits is None:
@@ -78,8 +81,11 @@ def paged_attention(
         splits > 1,
         sinks is not None,
     )
-    if not supports(q.dtype, q.shape[3], bits or 0) or not runs_on_metal(
-        shape, lambda: _canary(shape)
+    if (
+        not q.size
+        or q.dtype != pages[-1].dtype
+        or not supports(q.dtype, q.shape[3], bits or 0)
+        or not runs_on_metal(shape, lambda: _canary(shape))
     ):
         return paged_reference(
             q,
@@ -141,7 +147,7 @@ def paged_reference(
         mask=mx.where(seen, 0.0, -mx.inf),
         softcap=softcap,
         sinks=sinks,
-    )
+    ).astype(q.dtype)
 
 
 def _launch(
@@ -200,17 +206,20 @@ def _check(
     heads, slots = pages[0].shape[0], pages[0].shape[1]
     if page_size < 1 or slots % page_size:
         raise ParameterError(f"pages of {page_size} tokens in {slots} slots")
-    shapes, dtypes = [(heads, slots, dim)], [q.dtype]
+    kind = pages[-1].dtype
+    if not mx.issubdtype(kind, mx.floating):
+        raise ParameterError(f"pages of {kind}, expected numbers of a float type")
+    shapes, dtypes = [(heads, slots, dim)], [kind]
     if bits is not None and group_size is not None:
         check_packing(bits, group_size, dim)
         scales = (heads, slots, dim // group_size)
         shapes = [(heads, slots, dim * bits // 32), scales, scales]
-        dtypes = [mx.uint32, q.dtype, q.dtype]
+        dtypes = [mx.uint32, kind, kind]
     for part, shape, dtype in zip(pages, shapes, dtypes, strict=True):
         if part.shape != shape or part.dtype != dtype:
             raise ParameterError(
-                f"pages of {part.dtype} {part.shape} for queries of {q.dtype} "
-                f"{q.shape}: expected {dtype} {shape}"
+                f"pages of {part.dtype} {part.shape} for queries {q.shape}: expected "
+                f"{dtype} {shape}"
             )
     if heads < 2 or heads % 2 or q.shape[1] % (heads // 2):
         raise ParameterError(f"{q.shape[1]} query heads over pages of {heads} heads")

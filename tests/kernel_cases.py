@@ -32,8 +32,7 @@ METAL = _metal_works()
 needs_kernels = pytest.mark.skipif(False, reason="Metal") if METAL else needs_emulator
 """For tests with `on_metal`: real Metal or the emulator must be here."""
 
-# Errors of an element of size x are counted as parts of max(1, |x|): outputs of half
-# types are rounded to these.
+# Errors are counted as parts of a row's largest number (see largest_error).
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 OWN_SCALE = 0.3
 
@@ -53,7 +52,7 @@ def on_metal(monkeypatch):
 @pytest.fixture
 def no_canaries(monkeypatch):
     """Kernels are used without being checked first."""
-    for name in ("paged", "dense_quantized", "quantize_kv"):
+    for name in ("paged", "dense_quantized", "quantize_kv", "kv_rows"):
         # (the package has functions of those names)
         module = import_module(f"tiny_llm.kernels.{name}")
         monkeypatch.setattr(module, "runs_on_metal", lambda *_: True)
@@ -64,8 +63,12 @@ class Case:
     """A problem; sequence s has contexts[s] tokens, of which the last rows[s] are new.
 
     bits, group_size: 0 for plain numbers. group: query heads of a KV head. view: q is a
-    part of what also holds K and V, as models pass it. dropped: pages that no row sees
-    were given back.
+    part of what also holds K and V, as models pass it, and every other array lies in a
+    wider one of its own. dropped: pages that no row sees were given back. sink: how far
+    the sinks of even heads lie above the scores, and those of odd heads below. lift:
+    added to all scores and sinks; rise: to the scores of a new token, once for each of
+    the new ones before it (both only for pages of numbers, whose scores then are exact
+    in float32).
     """
 
     dtype: str = "float32"
@@ -80,9 +83,12 @@ class Case:
     dropped: bool = False
     softcap: float | None = None
     sinks: bool = False
+    sink: float = 0.0
     scale: float | None = None
     splits: int | None = 1
     view: bool = False
+    lift: float = 0.0
+    rise: float = 0.0
 
     @property
     def bits(self) -> int:
@@ -202,9 +208,17 @@ def paged(case: Case, seed: int = 0) -> Paged:
         own = table[s, np.maximum(tokens // page - given_back[s], 0)]
         slots.append(own * page + tokens % page)
     live = np.zeros((1, len(order) * page, 1), bool)
+    lift = np.full(live.shape[1], case.lift)
     for s in range(count):
         live[0, slots[s][case.seen(s)]] = True
-    pages, stored = _store(random, case, (2 * case.kv_heads, live.shape[1]), live)
+        new = np.arange(case.rows[s])
+        lift[slots[s][case.contexts[s] - len(new) + new]] += case.rise * new
+    shape = (2 * case.kv_heads, live.shape[1], case.dim)
+    numbers = random.standard_normal(shape)
+    if case.lift or case.rise:
+        numbers = np.round(numbers * 4) / 4
+        numbers[: case.kv_heads, :, 0] = lift
+    pages, stored = _store(random, case, numbers, live)
     first = np.zeros(count, int)
     turn = random.permutation(count)
     first[turn] = np.cumsum([0, *np.array(case.rows)[turn]])[:-1]
@@ -219,9 +233,12 @@ def paged(case: Case, seed: int = 0) -> Paged:
         expected[mine] = _attention(case, rows, stored[:, slots[s]], sinks).swapaxes(
             0, 1
         )
-    return Paged(
-        case, q, pages, mx.array(table), mx.array(sequences), sinks, expected
-    )  # fmt: skip
+    tables = [mx.array(table), mx.array(sequences)]
+    if case.view:
+        pages = tuple(_within(random, part, i) for i, part in enumerate(pages))
+        twice = [mx.repeat(x, 2, axis=0) for x in tables]
+        tables = [_within(random, x, i)[::2] for i, x in enumerate(twice)]
+    return Paged(case, q, pages, *tables, sinks, expected)
 
 
 def dense(case: Case, seed: int = 0) -> Dense:
@@ -234,10 +251,15 @@ def dense(case: Case, seed: int = 0) -> Dense:
     start, room = 3, context + 7  # (of the buffer, where the view lies)
     live = np.zeros((1, 1, room, 1), bool)
     live[:, :, start : start + context] = True
-    parts, stored = _store(random, case, (batch, 2 * case.kv_heads, room), live)
+    shape = (batch, 2 * case.kv_heads, room, case.dim)
+    parts, stored = _store(random, case, random.standard_normal(shape), live)
     view = [part[:, :, start : start + context] for part in parts]
-    k = kernels.PackedRows(*(part[:, : case.kv_heads] for part in view))
-    v = kernels.PackedRows(*(part[:, case.kv_heads :] for part in view))
+    view = [part[:, : case.kv_heads] for part in view] + [
+        part[:, case.kv_heads :] for part in view
+    ]
+    if case.view:
+        view = [_within(random, part, i) for i, part in enumerate(view)]
+    k, v = kernels.PackedRows(*view[:3]), kernels.PackedRows(*view[3:])
     q = _queries(random, case, batch, length)
     sinks = _sinks(random, case)
     rows = stored[:, :, start : start + context]
@@ -248,12 +270,17 @@ def dense(case: Case, seed: int = 0) -> Dense:
 
 
 def largest_error(problem: Paged | Dense, found: mx.array) -> float:
-    """In parts of max(1, |expected|); NaN if there is one."""
+    """In parts of the largest number expected in the row [D]; NaN if there is one.
+
+    Numbers of rows average values of about 1: where they are below 0.01, in parts of
+    that.
+    """
     expected = problem.expected
     assert found.dtype == problem.q.dtype
     assert found.shape == problem.q.shape
     error = np.abs(double(found).reshape(expected.shape) - expected)
-    return float((error / np.maximum(1, np.abs(expected))).max())
+    size = np.abs(expected).max(axis=-1, keepdims=True)
+    return float((error / np.maximum(0.01, size)).max())
 
 
 def double(x: mx.array) -> np.ndarray:
@@ -322,6 +349,9 @@ def _queries(random: np.random.Generator, case: Case, batch: int, length: int):
     shape = (batch, length, case.heads + 2 * case.kv_heads, case.dim)
     if not case.view:
         numbers = random.standard_normal((batch, case.heads, length, case.dim))
+        if case.lift or case.rise:  # (a key's first number is what its score gets)
+            numbers = np.round(numbers * 4) / 4
+            numbers[..., 0] = 1 / case.options()["scale"]
         return mx.array(numbers).astype(case.type)
     numbers = random.standard_normal(shape)
     numbers[:, :, case.heads :] = np.nan
@@ -329,15 +359,16 @@ def _queries(random: np.random.Generator, case: Case, batch: int, length: int):
 
 
 def _sinks(random: np.random.Generator, case: Case) -> mx.array | None:
-    numbers = random.standard_normal(case.heads) + 1
+    numbers = random.standard_normal(case.heads) + 1 + case.lift
+    numbers += np.where(np.arange(case.heads) % 2, -case.sink, case.sink)
     return mx.array(numbers.astype(np.float32)) if case.sinks else None
 
 
 def _store(
-    random: np.random.Generator, case: Case, shape: tuple[int, ...], live: np.ndarray
+    random: np.random.Generator, case: Case, rows: np.ndarray, live: np.ndarray
 ) -> tuple[tuple[mx.array, ...], np.ndarray]:
-    """Rows [*shape, D] as a cache stores them, and what they are then, in float64."""
-    numbers = mx.array(random.standard_normal((*shape, case.dim))).astype(case.type)
+    """Rows [..., D] as a cache stores them, and what they are then, in float64."""
+    numbers = mx.array(rows).astype(case.type)
     alive = mx.array(live)
     if not case.bits:
         rows = mx.where(alive, numbers, mx.nan).astype(case.type)
@@ -349,8 +380,26 @@ def _store(
         mx.where(alive, x, mx.nan).astype(case.type)
         for x in (packed.scales, packed.biases)
     )
-    rows = (words, scales, biases)
-    return rows, unpacked(rows, case.bits, case.group_size)
+    stored = (words, scales, biases)
+    return stored, unpacked(stored, case.bits, case.group_size)
+
+
+def _within(random: np.random.Generator, x: mx.array, number: int) -> mx.array:
+    """x as a view of a buffer that is larger along each axis; another number, others.
+
+    Around it lies NaN, any word, or -1.
+    """
+    room = [(1, 1 + number + axis) for axis in range(x.ndim)]
+    shape = [n + sum(more) for n, more in zip(x.shape, room, strict=True)]
+    if x.dtype == mx.uint32:
+        around = mx.array(random.integers(0, 2**32, shape, dtype=np.uint32))
+    elif x.dtype == mx.int32:
+        around = mx.full(shape, -1, dtype=x.dtype)
+    else:
+        around = mx.full(shape, mx.nan, dtype=x.dtype)
+    place = tuple(slice(1, 1 + n) for n in x.shape)
+    around[place] = x
+    return around[place]
 
 
 def _attention(
@@ -367,10 +416,10 @@ def _attention(
         scores = keys @ q[head, row] * case.options()["scale"]
         if case.softcap is not None:
             scores = case.softcap * np.tanh(scores / case.softcap)
-        weights = np.exp(scores)
-        total = weights.sum()
-        if sinks is not None:
-            total += np.exp(double(sinks)[head])
+        sink = -np.inf if sinks is None else double(sinks)[head]
+        top = max(scores.max(), sink)
+        weights = np.exp(scores - top)
+        total = weights.sum() + np.exp(sink - top)
         values = stored[case.kv_heads + kv_head, first : position + 1]
         out[head, row] = weights @ values / total
     return out

@@ -223,12 +223,58 @@ def test_queries_of_another_dtype_and_values_of_another_width(
     v = random(1, 2, length, width).astype(getattr(mx, keys))
     found = cache.attend(q, k, v, scale=0.125)
     assert found.shape == (1, 4, length, width)
+    assert found.dtype == q.dtype
     assert cache.offset == length
     k, v = (mx.repeat(x, 2, axis=1).astype(mx.float32) for x in (k, v))
     expected = mx.fast.scaled_dot_product_attention(
         q.astype(mx.float32), k, v, scale=0.125, mask="causal" if length > 1 else None
     )
     assert mx.abs(found - expected).max() < 0.03
+
+
+KINDS = {
+    "dense": {},
+    "quantized": {"bits": 8},
+    "rotating": {"window": 20},
+    "paged": {"tokens": 64, "page_size": 16},
+    "packed pages": {"tokens": 64, "page_size": 16, "bits": 8},
+}
+
+
+@pytest.mark.parametrize("by_table", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_cache_takes_queries_of_another_dtype(
+    kind, length, by_table, monkeypatch
+):
+    monkeypatch.setattr("tiny_llm.cache.paged.reads_pages", lambda: by_table)
+    m = random_model("llama_tied", head_dim=64)
+    name = "paged" if "pages" in kind else kind
+    cache = m.create_kv_cache(name, **KINDS[kind])[0]
+    q, k, v = (
+        random(1, 4, length, 64),
+        random(1, 2, length, 64),
+        random(1, 2, length, 64),
+    )
+    found = cache.attend(q.astype(mx.float16), k, v, scale=0.125)
+    assert found.dtype == mx.float16
+    mask = "causal" if length > 1 else None
+    expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask)
+    assert mx.abs(found - expected).max() < 0.03
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "bad", [{"window": 0}, {"softcap": 0.0}, {"sinks": mx.zeros(3)}], ids=str
+)
+def test_after_settings_that_are_refused_no_cache_has_changed(kind, bad):
+    m = random_model("llama_tied", head_dim=64)
+    name = "paged" if "pages" in kind else kind
+    cache = m.create_kv_cache(name, **KINDS[kind])[0]
+    q, k = random(1, 4, 3, 64), random(1, 2, 3, 64)
+    with pytest.raises(ParameterError):
+        cache.attend(q, k, k, scale=0.125, **bad)
+    assert cache.offset == 0
 
 
 def test_keys_of_another_dtype_are_refused_not_cast():

@@ -40,7 +40,18 @@ CASES = {
     "int8": Case(packing=(8, 32)),
     "int4": Case(packing=(4, 32)),
     "halves": Case(packing=(4, 32), dim=96),  # (a lane reads half a word at once)
+    "int8 view": Case(packing=(8, 32), view=True),
+    "low": Case(lift=-300.0, contexts=(100, 33), rows=(1, 2)),
+    "low, split": Case(
+        lift=-300.0, contexts=(100, 33), rows=(1, 2), splits=2, sinks=True
+    ),
+    "rising": Case(rise=100.0, contexts=(100, 33), rows=(3, 8)),
+    "far sinks": Case(sinks=True, sink=200.0, contexts=(40, 9), rows=(1, 2)),
+    "far sinks, split": Case(
+        sinks=True, sink=200.0, contexts=(40, 9), rows=(1, 2), splits=2
+    ),
     "dense": Case(packing=(8, 32), contexts=(40, 40), rows=(3, 3)),
+    "dense view": Case(packing=(8, 32), contexts=(40, 40), rows=(3, 3), view=True),
     "dense, split": Case(
         packing=(8, 32), contexts=(40, 40), rows=(3, 3), splits=2, sinks=True
     ),
@@ -104,6 +115,9 @@ ATTEND = {
         "out[i] = out[i] * fade + weight * value[i];",
         "out[i] = float(half(out[i] * fade + weight * value[i]));",
     ),
+    "an unseen score is among the largest": Mistake(
+        "rising", "score = seen ? score : top;", ""
+    ),
     "a lane group's keys lost": Mistake(
         "plain", "step = LANES; step", "step = 2 * LANES; step"
     ),
@@ -134,6 +148,15 @@ CACHED = {
     "largest scores begin at -inf": Mistake(
         "plain", "top[n] = Limits<float>::finite_min", "top[n] = -INFINITY", NAN
     ),
+    "largest scores begin at 0": Mistake(
+        "low", "top[n] = Limits<float>::finite_min", "top[n] = 0.0f"
+    ),
+    "the largest of SIMD groups begins at 0": Mistake(
+        "low", "all_top = Limits<float>::finite_min", "all_top = 0.0f"
+    ),
+    "the sink is the largest score": Mistake(
+        "far sinks", "higher = max(all_top, sinks[head])", "higher = sinks[head]"
+    ),
     "the next page": Mistake(
         "plain", "t / PAGE - dropped", "(t + 1) / PAGE - dropped", NAN
     ),
@@ -157,6 +180,33 @@ CACHED = {
     ),
     "q's rows without gaps": Mistake(
         "view", "row) * q_strides[0]", "row) * (heads * D)", NAN
+    ),
+    "rows of the table without gaps": Mistake(
+        "view", "sequence * table_strides[0]", "sequence * table_shape[1]", OUTSIDE
+    ),
+    "rows of the sequences without gaps": Mistake(
+        "view", "sequence * sequences_strides[0]", "sequence * 4", RACE
+    ),
+    "pages' slots without gaps": Mistake(
+        "view", "slot * pages_strides[1]", "slot * D", NAN
+    ),
+    "pages' heads without gaps": Mistake(
+        "view",
+        "kv_head * pages_strides[0] + slot",
+        "kv_head * (pages_shape[1] * pages_strides[1]) + slot",
+        NAN,
+    ),
+    "biases' slots by the scales' stride": Mistake(
+        "int8 view",
+        "slot * biases_strides[1]",
+        "slot * scales_strides[1]",
+        NAN,
+        times=2,
+    ),
+    "biases' heads by the scales' stride": Mistake(
+        "int8 view",
+        "value_head * biases_strides[0]",
+        "value_head * scales_strides[0]",
     ),
     "scales by the words' stride": Mistake(
         "int4", "slot * scales_strides[1]", "slot * words_strides[1]", OUTSIDE, times=2
@@ -223,6 +273,22 @@ CACHED = {
     "scales by the words' stride, dense": Mistake(
         "dense", "t * k_scales_strides[2]", "t * k_words_strides[2]", OUTSIDE
     ),
+    **{
+        f"{one} by the stride of {other}, axis {axis}": Mistake(
+            "dense view",
+            f"* {one}_strides[{axis}]",
+            f"* {other}_strides[{axis}]",
+            found,
+        )
+        for one, other, axis, found in (
+            ("k_biases", "k_scales", 0, NAN),
+            ("k_biases", "k_scales", 1, NAN),
+            ("k_biases", "k_scales", 2, NAN),
+            ("v_biases", "v_scales", 2, WRONG),
+            ("v_words", "k_words", 1, WRONG),
+            ("v_scales", "k_scales", 2, WRONG),
+        )
+    },
     "the first request's cache": Mistake("dense", "sequence * v_words_strides[0]", "0"),
     "parts of one split only": Mistake(
         "split", "parts[(at * splits + split) * D", "parts[(at * splits) * D", RACE
@@ -236,6 +302,12 @@ MERGE = {
         "split", "int s = 0; s < splits", "int s = 1; s < splits", times=2
     ),
     "no sinks in the merge": Mistake("split", "#if SINKS", "#if 0"),
+    "the largest of splits begins at 0": Mistake(
+        "low, split", "top = Limits<float>::finite_min", "top = 0.0f"
+    ),
+    "the sink is the largest score in the merge": Mistake(
+        "far sinks, split", "top = max(top, sink)", "top = sink"
+    ),
     "sinks twice in the merge": Mistake(
         "split", "total = fast::exp", "total = 2.0f * fast::exp"
     ),
@@ -245,19 +317,40 @@ MERGE = {
 }
 
 PACK = {
-    "values packed from keys": Mistake("new", "v[row * v_strides", "k[row * k_strides"),
-    "the smallest of a lane": Mistake("new", "least = simd_min(least);", ""),
+    "v by the strides of k": Mistake("packed", "* v_strides[", "* k_strides[", times=2),
+    "groups of no step": Mistake(
+        "packed", "scale = steps == 0.0f ? scale : edge / steps", "scale = edge / steps"
+    ),
+    "values packed from keys": Mistake(
+        "packed", "v[row * v_strides", "k[row * k_strides", OUTSIDE
+    ),
+    "the smallest of a lane": Mistake("packed", "least = simd_min(least);", ""),
     "codes cut off, not rounded": Mistake(
-        "new", "min(round((x[i] - bias) / scale)", "min(((x[i] - bias) / scale)"
+        "packed", "min(round((x[i] - bias) / scale)", "min(((x[i] - bias) / scale)"
     ),
     "neighbours' codes over each other": Mistake(
-        "new", "<< (BITS * PER * step)", "<< (BITS * step)"
+        "packed", "<< (BITS * PER * step)", "<< (BITS * step)"
     ),
     "scales of one group only": Mistake(
-        "new", "scales[at * (D / GROUP) + piece]", "scales[at * (D / GROUP)]", RACE
+        "packed", "scales[at * (D / GROUP) + piece]", "scales[at * (D / GROUP)]", RACE
     ),
     "heads after rows": Mistake(
-        "new", "size_t(head) * rows + row", "size_t(row) * 2 * kv_heads + head"
+        "packed", "size_t(head) * rows + row", "size_t(row) * 2 * kv_heads + head"
+    ),
+}
+
+ROWS = {
+    "v's rows by the stride of k": Mistake(
+        "laid out", "row * v_strides", "row * k_strides"
+    ),
+    "v's heads by the stride of k": Mistake(
+        "laid out", "kv_heads) * v_strides", "kv_heads) * k_strides"
+    ),
+    "values from the keys": Mistake("laid out", "= v[row", "= k[row", OUTSIDE),
+    "heads after rows": Mistake(
+        "laid out",
+        "size_t(head) * k_shape[0] + row",
+        "size_t(row) * 2 * kv_heads + head",
     ),
 }
 
@@ -266,6 +359,7 @@ FILES = {
     "cached_attention.metal": CACHED,
     "merge_splits.metal": MERGE,
     "quantize_kv.metal": PACK,
+    "kv_rows.metal": ROWS,
 }
 
 
@@ -274,18 +368,27 @@ def text_of(file):
 
 
 def new_rows():
+    """k and v [5, 3, 1, 128]; the second head's steps are too small for codes.
+
+    v lies between NaN: its strides are not those of k.
+    """
     random = np.random.default_rng(0)
-    rows = mx.array(random.standard_normal((2, 5, 3, 1, 128)).astype(np.float32))
-    return rows[0], rows[1]
+    rows = random.standard_normal((2, 5, 3, 1, 128)).astype(np.float32)
+    rows[:, :, 1] *= 1e-8
+    wide = np.full((5, 4, 1, 130), np.nan, np.float32)
+    wide[:, 1:, :, 1:-1] = rows[1]
+    return mx.array(rows[0]), mx.array(wide)[:, 1:, :, 1:-1]
 
 
 def outcome_of(case):
     """What the checker or the comparison finds: "" if nothing is wrong."""
     try:
-        if case == "new":
+        if case in ("packed", "laid out"):
             k, v = new_rows()
-            packed = kernels.quantize_kv(k, v, 64, 4)
             rows = mx.concatenate([k, v], axis=1).squeeze(2).swapaxes(0, 1)
+            if case == "laid out":
+                return "" if mx.array_equal(kernels.kv_rows(k, v), rows) else WRONG
+            packed = kernels.quantize_kv(k, v, 64, 4)
             expected = kernels.quantize_rows(rows, 64, 4)
             pairs = zip(packed, expected, strict=True)
             return "" if all(mx.array_equal(a, b) for a, b in pairs) else WRONG
@@ -299,7 +402,7 @@ def outcome_of(case):
     return WRONG
 
 
-@pytest.mark.parametrize("case", [*CASES, "new"])
+@pytest.mark.parametrize("case", [*CASES, "packed", "laid out"])
 def test_without_a_mistake_nothing_is_found(case):
     assert outcome_of(case) == ""
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from emulator_tools import needs_emulator
 from kernel_cases import (
     OWN_SCALE,
     TOLERANCE,
@@ -18,6 +19,7 @@ from kernel_cases import (
     pairs,
     pairwise,
 )
+from metal_emulator import recording
 
 from tiny_llm.kernels import cached, paged_attention
 from tiny_llm.kernels.paged import paged_reference
@@ -129,6 +131,15 @@ FURTHER = {
     "a window ends a page": Case(window=16, contexts=(32, 48), rows=(1, 1), page=16),
     "scores that differ much": Case(scale=3.0, contexts=(257, 40), rows=(8, 3)),
     "sinks above all scores": Case(scale=0.01, sinks=True, splits=4),
+    "sinks far from the scores": Case(sinks=True, sink=200.0, rows=(2, 1, 3, 1)),
+    "sinks far from the scores, split": Case(sinks=True, sink=200.0, splits=4),
+    "scores of -300": Case(lift=-300.0, rows=(2, 1, 3, 1)),
+    "scores and sinks of -300, split": Case(lift=-300.0, sinks=True, splits=4),
+    "scores of 300": Case(lift=300.0, rows=(2, 1, 3, 1), splits=2),
+    "keys not seen score higher by 100": Case(rise=100.0, rows=(8, 1, 3, 5)),
+    "keys not seen score higher by 100, split": Case(
+        rise=100.0, rows=(8, 1, 3, 5), splits=4
+    ),
     "five KV heads": Case(kv_heads=5, group=1, view=True),
     "twelve query heads of a KV head": Case(group=12, kv_heads=1, rows=(8, 1, 5, 2)),
     "numbers of 16 a head": Case(dim=16),
@@ -180,6 +191,25 @@ def test_every_number_of_splits_gives_the_same(packing):
     for splits in (1, 2, 3, 7, 16):
         found = problem.attend(splits=splits)
         assert largest_error(problem, found) <= TOLERANCE["float32"], splits
+
+
+@needs_emulator
+@pytest.mark.parametrize("splits", [2, 3, 8, 16])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.usefixtures("on_metal", "no_canaries")
+def test_splits_share_the_keys_alike(splits, window):
+    """Keys whose scores are all 0 weigh 1 each: a split's sum of weights is a count."""
+    problem = paged(Case(contexts=(300, 17, 60), rows=(1, 1, 1), window=window))
+    nothing = problem._replace(q=mx.zeros_like(problem.q))
+    with recording() as runs:
+        nothing.attend(splits=splits)
+    shape = (3, problem.case.heads, splits, 2)
+    totals = runs[0][1].outputs[1].reshape(shape)[..., 1]
+    for s in range(3):
+        seen = len(problem.case.seen(s))
+        counts = totals[problem.sequences[s, 1].item()]
+        assert (counts.sum(axis=1) == seen).all()
+        assert counts.max() == -(-seen // splits)
 
 
 @needs_kernels

@@ -44,6 +44,11 @@ def tiny(rows):
     rows *= 1e-6
 
 
+def tiniest(rows):
+    """No step of 1e-7, the least there is, leads from 0 to the largest of them."""
+    rows *= 1e-8
+
+
 def outlier(rows):
     rows *= 0.01
     rows[..., 7] = 30.0
@@ -53,11 +58,11 @@ def ordinary(rows):
     pass
 
 
-KINDS = (ordinary, constant, zero, negative, positive, tiny, outlier)
+KINDS = (ordinary, constant, zero, negative, positive, tiny, outlier, tiniest)
 
 
 def mixed(rows):
-    """One kind for each head; the last head's rows are ordinary too."""
+    """One kind for each head."""
     for head, kind in enumerate(KINDS):
         kind(rows[:, head])
 
@@ -188,6 +193,19 @@ def test_heads_may_lie_between_those_of_the_queries():
     both = mx.concatenate([mx.full((NEW, 1, 4, 64), mx.nan), both], axis=2)
     k = both[:, :, 4 : 4 + KV_HEADS].swapaxes(1, 2)
     v = both[:, :, 4 + KV_HEADS :].swapaxes(1, 2)
+    found = kernels.quantize_kv(k, v, 32, 8)
+    assert_same(as_numbers(found), as_numbers(kernels.quantize_kv(x.k, x.v, 32, 8)))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("on_metal")
+def test_keys_and_values_may_have_strides_of_their_own():
+    """In the packed rows and in those of numbers."""
+    x = new("float32", 64)
+    wide = mx.full((NEW, 1, KV_HEADS + 2, 64 + 3), mx.nan)
+    wide[:, :, 1:-1, 1:65] = x.v.swapaxes(1, 2)
+    k, v = mx.contiguous(x.k), wide[:, :, 1:-1, 1:65].swapaxes(1, 2)
+    assert mx.array_equal(kernels.kv_rows(k, v), x.rows)
     found = kernels.quantize_kv(k, v, 32, 8)
     assert_same(as_numbers(found), as_numbers(kernels.quantize_kv(x.k, x.v, 32, 8)))
 

@@ -33,17 +33,17 @@ def paged_errors():
             lambda: packed.attend(bits=None, group_size=None), "with 3 arrays"
         ),
         "too few arrays": (changed(packed, pages=(words, scales)), "with 2 arrays"),
-        "bits that there are not": (lambda: packed.attend(bits=3), "uint32"),
+        "bits that there are not": (lambda: packed.attend(bits=3), "3 bits"),
+        "groups of 16": (lambda: packed.attend(group_size=16), "groups of 16"),
         "groups that do not divide": (lambda: packed.attend(group_size=48), "48"),
         "groups of nothing": (lambda: packed.attend(group_size=0), "group"),
         "q of three axes": (changed(good, q=q[:, :, 0]), r"\[N, H, 1, D\]"),
         "q of two tokens": (changed(good, q=q.swapaxes(0, 2)), r"\[N, H, 1, D\]"),
         "pages of one axis": (changed(good, pages=(pages[0, 0],)), "pages"),
         "pages of another width": (changed(good, pages=(pages[..., :32],)), "expected"),
-        "pages of another type": (
-            changed(good, pages=(pages.astype(half),)), "expected"
+        "pages of whole numbers": (
+            changed(good, pages=(pages.astype(mx.int32),)), "a float type"
         ),
-        "queries of another type": (changed(good, q=q.astype(half)), "expected"),
         "scales of another type": (
             changed(packed, pages=(words, scales.astype(half), biases)), "expected"
         ),
@@ -73,7 +73,7 @@ def paged_errors():
         "sinks of KV heads": (changed(good, sinks=mx.zeros(2)), "sinks"),
         "a window of none": (lambda: good.attend(window=0), "window"),
         "a cap of none": (lambda: good.attend(softcap=0.0), "softcap"),
-        "an endless cap": (lambda: good.attend(softcap=float("inf")), "softcap"),
+        "an endless cap": (lambda: good.attend(softcap=float("inf")), "finite"),
         "no splits": (lambda: good.attend(splits=0), "splits"),
         "too many splits": (lambda: good.attend(splits=17), "splits"),
         "no rows": (changed(good, case=Case(rows=(0, 0))), "most_rows is 0"),
@@ -96,7 +96,6 @@ def dense_errors():
             changed(good, q=mx.repeat(q, 21, axis=2)), "over 20 tokens"
         ),
         "another batch": (changed(good, q=q[:1]), "expected"),
-        "queries of another type": (changed(good, q=q.astype(half)), "expected"),
         "fewer values": (
             changed(good, v=kernels.PackedRows(*(x[:, :, :19] for x in v))), "expected"
         ),
@@ -110,6 +109,10 @@ def dense_errors():
             changed(good, k=k._replace(biases=k.biases[..., :1])), "expected"
         ),
         "other bits": (lambda: good.attend(bits=4), "expected"),
+        "bits of nothing": (lambda: good.attend(bits=0), "0 bits"),
+        "values of no width": (
+            changed(good, v=kernels.PackedRows(*(x[0, 0, 0, 0] for x in v))), "expected"
+        ),
         "other groups": (lambda: good.attend(group_size=64), "expected"),
         "groups of nothing": (lambda: good.attend(group_size=0), "group"),
         "words of three axes": (changed(good, k=k._replace(words=k.words[0])), "words"),
@@ -119,7 +122,7 @@ def dense_errors():
         "sinks of KV heads": (changed(good, sinks=mx.zeros(2)), "sinks"),
         "a window of none": (lambda: good.attend(window=0), "window"),
         "a cap of none": (lambda: good.attend(softcap=0.0), "softcap"),
-        "an endless cap": (lambda: good.attend(softcap=float("inf")), "softcap"),
+        "an endless cap": (lambda: good.attend(softcap=float("inf")), "finite"),
         "no splits": (lambda: good.attend(splits=0), "splits"),
         "too many splits": (lambda: good.attend(splits=17), "splits"),
     }  # fmt: skip

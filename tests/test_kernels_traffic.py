@@ -131,6 +131,27 @@ def test_rows_of_a_window_read_what_one_of_them_sees(packing):
     within_the_bar(traffic(paged(case)))
 
 
+@each_packing
+@pytest.mark.parametrize(("dim", "group"), [(64, 8), (128, 4), (256, 8)])
+def test_chunks_of_a_window_read_what_their_own_rows_see(dim, group, packing):
+    """Not what other chunks' rows see: to the byte."""
+    case = Case(
+        "float16", dim, packing, group=group, contexts=(300, 40), rows=(8, 5),
+        window=20,
+    )  # fmt: skip
+    shape = shape_of(case)
+    chunks, tokens = shape.chunks, 0
+    each = ceil(shape.queries / chunks)
+    assert chunks > 1
+    for rows in case.rows:
+        for begin in range(0, rows * group, each):
+            newest = (min(begin + each, rows * group) - 1) // group
+            tokens += newest - begin // group + 20
+    least = tokens / sum(len(case.seen(s)) for s in range(2))
+    assert traffic(paged(case)) == least
+    assert least < 0.9 * chunks
+
+
 def test_requests_without_rows_read_nothing():
     case = Case(contexts=(300, 40, 0), rows=(0, 1, 0))
     within_the_bar(traffic(paged(case)))

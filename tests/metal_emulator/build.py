@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -111,9 +112,12 @@ def _run(arguments: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
 
 
 def _must_run(arguments: Sequence[str | Path]) -> str:
-    done = _run(arguments)
+    return _good(_run(arguments))
+
+
+def _good(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode:
-        command = " ".join(map(str, arguments))
+        command = " ".join(map(str, done.args))
         message = f"a build step failed; is all installed ({INSTALL})?"
         raise ToolchainError(f"{message}\n{command}\n{done.stderr}")
     return done.stdout
@@ -161,11 +165,13 @@ def _to_assembly(
 ) -> None:
     """clang's front end only, so that the assembly can be changed before -O1."""
     emit = ["-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes"]
-    done = _run([*frontend, *emit, source, "-o", assembly])
+    dump = ["-fsyntax-only", "-w", "-Xclang", "-ast-dump"]
+    with ThreadPoolExecutor(1) as pool:  # (at the same time: there are many kernels)
+        tree = pool.submit(_run, [*frontend, *dump, source]) if checked else None
+        done = _run([*frontend, *emit, source, "-o", assembly])
     errors = compiler_errors(done.stderr, checked)
-    if checked and not done.returncode:
-        dump = ["-fsyntax-only", "-w", "-Xclang", "-ast-dump"]
-        errors += address_space_errors(_must_run([*frontend, *dump, source]))
+    if tree is not None and not done.returncode:
+        errors += address_space_errors(_good(tree.result()))
     if errors or done.returncode:
         raise CompileError("\n".join(errors) or done.stderr)
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import OutOfPagesError, ParameterError, whole_number
-from ..kernels import causal_mask, reads_pages
+from ..kernels import causal_mask, check_attention, reads_pages
 from .base import Held, KvCache, Layout, Mask, check_pair
 from .page_index import Append, Tables
 from .paged import PagedKvCache
@@ -206,6 +206,7 @@ class BatchingKvCache:
         plan [N, H, 1, D] and [N, Hkv, 1, D], its N rows. Raises ParameterError or
         OutOfPagesError (by hand), nothing changed.
         """
+        check_attention(q.shape[1], window, softcap, sinks)
         if self.window is not None and window != self.window:
             raise ParameterError(
                 f"the layer sees a window of {window}, but its pages are kept for "

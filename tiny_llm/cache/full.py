@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from ..errors import ParameterError, whole_number
+from ..kernels import check_attention
 from ..memory import STEP, buffer_tokens
 from .base import Held, Layout, Mask, check_pair, refuse_rewind
 from .buffer import RowBuffer
@@ -60,6 +61,7 @@ class TinyKvFullCache:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Append k and v [B, Hkv, S, D], then attend with q [B, H, S, D]."""
+        check_attention(q.shape[1], window, softcap, sinks)
         end = self._append(k, v, q)
         return self.format.attend(
             q,

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ParameterError
-from ..kernels import MOST_ROWS, causal_mask, reads_pages
+from ..kernels import MOST_ROWS, causal_mask, check_attention, reads_pages
 from .base import Held, Layout, Mask, check_pair, refuse_mask
 from .format import Rows
 from .rows import attend_by_index
@@ -68,6 +68,7 @@ class PagedKvCache:
         window: that of the pool for this layer, or any if the pool has none. Raises
         ParameterError or OutOfPagesError, nothing changed.
         """
+        check_attention(q.shape[1], window, softcap, sinks)
         if self.window is not None and window != self.window:
             raise ParameterError(
                 f"the layer sees a window of {window}, but its pages are kept for "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..errors import ParameterError, whole_number
-from ..kernels import causal_mask
+from ..kernels import causal_mask, check_attention
 from ..memory import SLACK, rotating_tokens
 from .base import Held, Layout, Mask, check_pair, refuse_mask, refuse_rewind
 from .buffer import RowBuffer
@@ -76,6 +76,7 @@ class RotatingKvCache:
         window: None, or this cache's own where it keeps no first tokens; with another
         one, ParameterError, nothing changed.
         """
+        check_attention(q.shape[1], window, softcap, sinks)
         if window is not None and (window != self.window or self.keep):
             kept = f" and the first {self.keep} tokens" if self.keep else ""
             raise ParameterError(
