@@ -141,7 +141,7 @@ class _ByteLevel:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, tokens: list[str]) -> list[str]:
-        return [self._utf8.decode(b"".join(_byte_level_bytes(t) for t in tokens))]
+        return [self._utf8.decode(b"".join(byte_level_bytes(t) for t in tokens))]
 
     def finish(self) -> list[str]:
         return [self._utf8.decode(b"", final=True)]
@@ -156,7 +156,7 @@ class _ByteFallback:
     def feed(self, tokens: list[str]) -> list[str]:
         decided: list[str] = []
         for token in tokens:
-            if byte := _BYTE_TOKEN.fullmatch(token):
+            if byte := BYTE_TOKEN.fullmatch(token):
                 self._run.append(int(byte[1], 16))
             else:
                 decided += [*self.finish(), token]
@@ -176,7 +176,7 @@ def _build_stages(decoder: Mapping[str, Any] | None) -> list[_Stage]:
         return [_First(str, lambda token: " " + token, fused=False)]
     stages: list[_Stage] = []
     fused = False  # whether all tokens have been joined into one by now
-    for part in _flatten(decoder):
+    for part in decoder_parts(decoder):
         kind = part.get("type")
         stage = _build_stage(part, fused=fused)
         if stage is None:
@@ -190,10 +190,11 @@ def _build_stages(decoder: Mapping[str, Any] | None) -> list[_Stage]:
     return stages
 
 
-def _flatten(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def decoder_parts(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The decoder's steps in order; sequences of them are laid out flat."""
     if decoder.get("type") != "Sequence":
         return [decoder]
-    return [part for inner in decoder["decoders"] for part in _flatten(inner)]
+    return [part for inner in decoder["decoders"] for part in decoder_parts(inner)]
 
 
 def _build_stage(part: Mapping[str, Any], *, fused: bool) -> _Stage | None:
@@ -228,7 +229,7 @@ def _strip_leading(token: str, content: str, count: int) -> str:
     return token[min(leading, count) :]
 
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -247,7 +248,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_level_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a token spelt in GPT-2's alphabet."""
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:  # an added token, spelt as plain text

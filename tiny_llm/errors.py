@@ -12,6 +12,8 @@
         ChatTemplateError       no chat template, or the template refused the messages
       ParameterError            an argument's value cannot be used (also a ValueError)
         PromptError             an empty prompt, or one longer than the context
+        GrammarError            a grammar that is refused, or a token it does not allow
+      MissingPackageError       an optional package is needed that is not installed
       OutOfPagesError           the page pool has no room for more tokens
       KernelError               a Metal kernel is asked for and cannot be had
       RequestError              one request of an engine failed, and no other
@@ -65,6 +67,14 @@ class ParameterError(TinyLLMError, ValueError):
 
 class PromptError(ParameterError):
     """The prompt is empty or does not fit the context."""
+
+
+class GrammarError(ParameterError):
+    """A grammar cannot be used as it is, or does not allow the token given."""
+
+
+class MissingPackageError(TinyLLMError, ImportError):
+    """What was asked for needs an optional package that is not installed."""
 
 
 class OutOfPagesError(TinyLLMError):
