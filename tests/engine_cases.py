@@ -54,7 +54,8 @@ class Arrival(NamedTuple):
 class Case(NamedTuple):
     """spare: pages more than the largest request needs. slack: of pages behind windows.
     margin: logits nearer than that may change places where pages are packed. clock:
-    seed of how long steps seem to take. poison: NaN in pages that are free."""
+    seed of how long steps seem to take. poison: NaN in pages that are free. guesses:
+    0, or the seed of what is guessed and verified."""
 
     model: str
     arrivals: list
@@ -70,6 +71,7 @@ class Case(NamedTuple):
     margin: float = CLOSE
     clock: int = 0
     poison: bool = False
+    guesses: int = 0
 
 
 # Prompts: some first tokens of one of three texts, and some of their own.
@@ -135,6 +137,7 @@ def cases(draw, model, **fixed):
         "page_views": st.booleans(),
         "clock": st.integers(0, 1000),
         "poison": SELDOM,
+        "guesses": st.sampled_from([0, 0, 1, 2]),
     }
     drawn = {name: draw(s) for name, s in of.items() if name not in fixed}
     longest = draw(st.sampled_from([12, 40] if crowded else [40, 12, LONGEST]))

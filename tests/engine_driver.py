@@ -11,12 +11,15 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 from engine_cases import CLOSE, Arrival, Case, any_model
+from guesses import Guesses
 
 from tiny_llm import Engine, SamplingParams, memory, stream_generate
 from tiny_llm.cache import table as table_module
 from tiny_llm.engine import core as core_module
 from tiny_llm.memory import page_count
-from tiny_llm.sampling import SeededKeys, filter_logprobs
+from tiny_llm.sampling.filters import Filters
+from tiny_llm.sampling.random_numbers import uniform
+from tiny_llm.sampling.select import select
 
 # Noise added to the log-probabilities of a sampled row; a choice that it changes is as
 # undecided as one of two logits that are close.
@@ -52,18 +55,20 @@ def alone(name, prompt, n, sampling=None):
 
 def _sampled_alone(model, prompt, n, sampling):
     options = sampling._asdict()
-    keys = SeededKeys(options.pop("seed"))
+    seed = options.pop("seed")
     close = []
 
     def choose(logprobs):
-        key = keys.next()
+        number = uniform(seed, len(close))
         several = mx.concatenate(
             [logprobs, logprobs + mx.array(NOISE[:, : logprobs.shape[1]])]
         )
-        noise = mx.random.gumbel(logprobs.shape, key=key)  # as categorical has it
-        found = mx.argmax(filter_logprobs(several, **options) + noise, axis=-1)
-        close.append((found != found[0]).any().item())
-        return mx.random.categorical(filter_logprobs(logprobs, **options), key=key)
+        count = several.shape[0]
+        found = select(
+            several, [Filters(**options)] * count, mx.array([number] * count)
+        )
+        close.append((found.tokens != found.tokens[0]).any().item())
+        return found.tokens[:1]
 
     tokens = list(stream_generate(model, prompt, max_new_tokens=n, sampler=choose))
     return Alone(tokens, _before(close[:n]))
@@ -205,8 +210,11 @@ def drive(case):
         return _drive(case, expected)
 
 
-def new_engine(case, arrivals, spare, **changes):
-    """An engine with so many pages more than the largest request needs."""
+def new_engine(case, arrivals, spare, known=(), **changes):
+    """An engine with so many pages more than the largest request needs.
+
+    known: sequences, for the case's guesses.
+    """
     case = case._replace(**changes)
     model = any_model(case.model)
     most = max(len(a.prompt) + a.answer - 1 for a in arrivals)
@@ -222,6 +230,11 @@ def new_engine(case, arrivals, spare, **changes):
         "page_views": case.page_views,
         "kv_bits": case.kv_bits,
     }
+    most = case.slack - 1 if any(model.config.windows) else 15
+    if case.guesses and known and most > 0:
+        options["speculation"] = Guesses(
+            case.guesses, known, model.config.vocab_size, min(most, 15)
+        )
     engine = Engine(model, **options)
     assert engine.pool.most_bytes <= options["kv_memory"]
     return engine
@@ -238,7 +251,10 @@ def _drive(case, expected):
         due.append(at)
     handles, tally = [], Counter()
     rows = sum(len(a.prompt) // 8 + a.answer + 3 for a in case.arrivals)
-    with new_engine(case, case.arrivals, case.spare) as engine:
+    known = [
+        (*a.prompt, *e.tokens) for a, e in zip(case.arrivals, expected, strict=True)
+    ]
+    with new_engine(case, case.arrivals, case.spare, known) as engine:
         bound = engine.pool.most_bytes
         for step in range(at + 30 + 20 * rows):
             while len(handles) < len(due) and due[len(handles)] <= step:
@@ -264,6 +280,9 @@ def _drive(case, expected):
         results = [handle.result() for handle in handles]
         tally["preemptions"] += engine.stats.preemptions
         tally["steps"] += engine.stats.steps
+        if engine.speculation is not None:
+            tally["drafted"] += engine.speculation.counts.drafted
+            tally["accepted"] += engine.speculation.counts.accepted
     for result, *own in zip(results, case.arrivals, expected, stops, strict=True):
         tally["requests"] += 1
         tally["tokens"] += len(result.token_ids)

@@ -1,9 +1,9 @@
 """A miniature of the engine around the scheduler: pages are counted, tokens are 0."""
 
 from tiny_llm.engine.budget import StepCost
-from tiny_llm.engine.params import SamplingParams
 from tiny_llm.engine.request import Request
 from tiny_llm.engine.scheduler import LEAST_ROWS, Scheduler
+from tiny_llm.sampling.params import SamplingParams
 
 FIXED, PER_ROW, PER_KEY = 75.0, 1.5, 0.0017  # ms, as measured for SmolLM2 on two cores
 
@@ -171,7 +171,7 @@ class Play:
         rows = {s.request.number: s for s in plan}
         assert len(rows) == len(plan), "one segment each"
         assert sum(s.count for s in plan) <= self.scheduler.max_step_tokens
-        for request, start, count, samples in plan:
+        for request, start, count, samples, _ in plan:
             assert request in running
             assert count > 0
             assert start + count == request.computed

@@ -233,3 +233,31 @@ def test_each_rendering_has_its_own_budget(monkeypatch):
     monkeypatch.setattr("tiny_llm.chat_template.MAX_STEPS", 10)
     template = ChatTemplate({"default": "{% for i in [1] * 9 %}{{ i }}{% endfor %}"})
     assert [template.render(USER) for _ in range(3)] == ["1" * 9] * 3
+
+
+# What a template can be told
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        ({}, set()),
+        ({"default": "{{ messages[0].content }}"}, {"messages"}),
+        ({"default": "{% if x is defined and x %}{% endif %}"}, {"x"}),
+        (
+            {"default": "{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}"},
+            {"x"},
+        ),
+        ({"default": "{% set x = y | default(1) %}{{ x }}"}, {"y"}),
+        ({"default": "{% for m in messages %}{{ m.x }}{% endfor %}"}, {"messages"}),
+        ({"default": "{% generation %}{{ x }}{% endgeneration %}"}, {"x"}),
+        ({"default": "{{ x }}", "tool_use": "{{ tools }}"}, {"x", "tools"}),
+    ],
+)
+def test_the_variables_of_templates_are_those_that_they_read(sources, names):
+    assert ChatTemplate(sources).variables() == names
+
+
+def test_the_variables_of_a_broken_template_are_an_error():
+    with pytest.raises(ChatTemplateError, match="broken: line 1"):
+        ChatTemplate({"default": "{% if"}).variables()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import oracle
 import pytest
+from thinking_model import TEMPLATE, scripted, thinking
 
 import tiny_llm
 from tiny_llm import blas, default_model, loader
@@ -147,6 +148,103 @@ def test_max_new_tokens_limits_the_answer(run):
     assert "generated         1 tokens" in run(*common, "1")[2]
 
 
+def test_the_first_of_several_stops_ends_the_answer(run, tiny):
+    whole = tiny_llm.generate(*tiny, "Hello", max_new_tokens=12).text
+    later, first = whole[7:9], whole[3:6]
+    common = ("generate", "Hello", "--raw", "--model", TINY)
+    status, out, err = run(*common, "--stop", later, "--stop", first)
+    assert (status, out) == (0, whole[: whole.index(first)] + "\n")
+    assert err.rstrip().endswith("stop")
+    assert run(*common, "--stop", later)[1] == whole[: whole.index(later)] + "\n"
+
+
+# --- thinking models
+
+SAID = "Hm.\n</think>\n\nYes."
+
+
+@pytest.fixture
+def thinker(monkeypatch):
+    """Have a tiny thinking model loaded, which says SAID (the template has <think>)."""
+    model = thinking()
+    monkeypatch.setattr(options, "load", lambda *_, **__: model)
+    for module in ("generate", "chat"):
+        monkeypatch.setattr(
+            f"tiny_llm.cli.{module}.sampler_of",
+            lambda _: scripted(model.tokenizer, SAID),
+        )
+    return model
+
+
+def test_in_a_pipe_the_answer_goes_to_stdout_and_the_reasoning_to_stderr(run, thinker):
+    status, out, err = run("generate", "Hello")
+    assert (status, out) == (0, "Yes.\n")
+    assert err.startswith("(thinking)\nHm.\n\nprompt")
+    status, out, err = run("chat", stdin=b"Hello\n")
+    assert (status, out, err) == (0, "Yes.\n", "(thinking)\nHm.\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({"TERM": "xterm"}, "\x1b[2mH\x1b[0m\x1b[2mm\x1b[0m\x1b[2m.\x1b[0m\n\nYes.\n"),
+        ({"TERM": "dumb"}, "(thinking)\nHm.\n\n(answer)\nYes.\n"),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, "(thinking)\nHm.\n\n(answer)\nYes.\n"),
+    ],
+)
+def test_at_a_terminal_the_reasoning_is_dim_or_marked(
+    run, thinker, monkeypatch, variables, shown
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run("generate", "Hello")[:2] == (0, shown)
+
+
+def test_reasoning_that_is_cut_off_ends_its_line(run, thinker):
+    status, out, err = run("generate", "Hello", "--max-new-tokens", "2")
+    assert (status, out) == (0, "\n")
+    assert err.startswith("(thinking)\nHm\n\nprompt")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("option", ["--think", "--no-think"])
+def test_think_and_no_think_reach_the_template(run, thinker, command, option):
+    arguments = ["generate", "Hello"] if command == "generate" else ["chat"]
+    status, out, err = run(*arguments, option, stdin=b"Hello\n")
+    if option == "--think":
+        assert (status, out) == (0, "Yes.\n")
+    else:  # the reasoning was closed in the prompt
+        assert (status, out) == (0, f"{SAID}\n")
+    assert ("(thinking)" in err) == (option == "--think")
+    with_default = run(*arguments, stdin=b"Hello\n")
+    assert (with_default[1] == out) == (option == "--think")
+
+
+def test_the_switch_is_called_thinking_in_some_templates(run, monkeypatch):
+    model = thinking(TEMPLATE.replace("enable_thinking", "thinking"))
+    monkeypatch.setattr(options, "load", lambda *_, **__: model)
+    status, _, err = run("generate", "Hello", "--no-think", "--max-new-tokens", "2")
+    assert status == 0
+    assert "(thinking)" not in err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("option", ["--think", "--no-think"])
+def test_templates_that_do_not_let_one_choose_refuse_think(run, command, option):
+    arguments = ["generate", "Hello"] if command == "generate" else ["chat"]
+    status, out, err = run(*arguments, option, "--model", TINY)
+    assert (status, out) == (1, "")
+    assert f"{option} has no effect with '{TINY}'" in err
+    assert "no variable enable_thinking or thinking" in err
+
+
+def test_think_needs_a_chat_template(run, no_template):
+    status, _, err = run("generate", "Hello", "--think", "--model", no_template)
+    assert status == 1
+    assert "it has no chat template" in err
+
+
 def loads(monkeypatch, command):
     """The arguments with which a command calls `load`, collected in a list."""
     from tiny_llm.cli import options
@@ -219,6 +317,10 @@ def test_prefill_chunk_cuts_the_prompt(run, monkeypatch, command):
         (["generate", "x", "--quantize", "3bit"], "invalid choice: '3bit'"),
         (["generate", "x", "--raw", "--chat"], "not allowed with"),
         (["generate", "x", "--raw", "--system", "s"], "no effect with --raw"),
+        (["generate", "x", "--raw", "--think"], "--think has no effect with --raw"),
+        (["generate", "x", "--raw", "--no-think"], "--no-think has no effect with"),
+        (["generate", "x", "--think", "--no-think"], "not allowed with"),
+        (["batch", "x", "--think"], "unknown arguments: --think"),
         (["generate", "x", "--beams", "3"], "unknown arguments: --beams 3"),
         (["generate", "x", "--max-new", "3"], "unknown arguments: --max-new 3"),
         (["generate", "x", "y"], "unknown arguments: y"),
@@ -252,6 +354,8 @@ def test_wrong_usage_exits_with_2(run, arguments, message):
         (["generate", "x", "--temperature", "1", "--top-p", "2"], "top_p must be"),
         (["generate", "x", "--temperature", "1", "--min-p", "2"], "min_p must be"),
         (["generate", "x", "--temperature", "1", "--seed", "-1"], "seed must be"),
+        (["generate", "x", "--stop", ""], '--stop holds ""'),
+        (["generate", "x", "--stop", "\udcff"], "--stop is not UTF-8"),
         (["generate", "\udcff", "--model", TINY], "the prompt is not UTF-8"),
         (["generate", "x", "--system", "\udcff", "--model", TINY], "--system is not"),
         (["generate", "x" * 600, "--model", TINY], "619 tokens"),
@@ -282,11 +386,11 @@ def interrupt_after(monkeypatch, pieces):
     class Interrupted(TextStream):
         count = 0
 
-        def __next__(self):
+        def next_part(self):
             self.count += 1
             if self.count > pieces:
                 signal.raise_signal(signal.SIGINT)
-            return super().__next__()
+            return super().next_part()
 
     monkeypatch.setattr("tiny_llm.text.TextStream", Interrupted)
 

@@ -113,6 +113,11 @@ OWN = {
     "ignore_eos": True,
     "logit_bias": {"65": 100.0},
     "logprobs": True,
+    "min_tokens": 12,
+    "repetition_penalty": 3.0,
+    "typical_p": 0.2,
+    "bad_words": ["e", "a", "i"],
+    "top_n_sigma": 0.1,
 }
 
 
@@ -137,8 +142,30 @@ def test_a_setting_of_a_line_wins_over_the_options(run, tiny, tmp_path, name):
     if name == "logprobs":
         assert found[0]["logprobs"] == pytest.approx(own.logprobs, abs=1e-6)
         assert "logprobs" not in found[1]
-    elif name != "ignore_eos":
+    elif name not in ("ignore_eos", "min_tokens"):
         assert own.token_ids != plain.token_ids
+
+
+def test_lines_may_ask_for_stops_grammars_and_reports(run, tiny, tmp_path):
+    with Engine(*tiny) as engine:
+        (plain,) = engine.generate(["Hello"], SamplingParams(max_tokens=12))
+    stop = plain.text[2:4]
+    file = prompts(
+        tmp_path,
+        {"prompt": "Hello", "stop": stop},
+        {"prompt": "Hello", "choice": ["yes", "no"]},
+        {"prompt": "Hello", "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1},
+    )
+    _, out, _ = run("batch", file, *SHORT, "--raw")
+    first, second, third = answers(out)
+    assert first["text"] == plain.text[: plain.text.index(stop)]
+    assert first["stop_reason"] == stop
+    assert second["text"] in ("yes", "no")
+    assert [len(top) for top in third["top_logprobs"]] == [2] * 12
+    tops = [top[0][1] for top in third["top_logprobs"]]
+    assert third["logprobs"] == tops  # greedy: the likeliest
+    assert len(third["prompt_logprobs"]) == third["prompt_tokens"] - 1
+    assert third["prompt_logprobs"][0]["logprob"] <= 0
 
 
 @pytest.mark.parametrize(
@@ -271,6 +298,10 @@ BAD = {
     "bias list": ({"prompt": "x", "logit_bias": [1]}, "logit_bias must map"),
     "bias value": ({"prompt": "x", "logit_bias": {"1": "y"}}, "a finite number"),
     "id": ({"prompt": "x", "id": True}, "id must be a string or a number"),
+    "stop": ({"prompt": "x", "stop": [""]}, "stop holds"),
+    "n": ({"prompt": "x", "n": 2}, "unknown key 'n'"),
+    "two grammars": ({"prompt": "x", "regex": "a", "choice": ["b"]}, "one of these"),
+    "a grammar": ({"prompt": "x", "json_schema": {"typ": "object"}}, "typ"),
     "id list": ({"prompt": "x", "id": [1]}, "id must be a string or a number"),
 }
 

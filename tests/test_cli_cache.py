@@ -237,17 +237,26 @@ def test_an_answer_that_was_stopped_exits_with_130(run, make, monkeypatch):
     from tiny_llm.text import TextStream
 
     path = make(TEXT)
-    following = TextStream.__next__
+    following = TextStream.next_part
 
     def interrupted(self):
         if self.result.token_ids:
             signal.raise_signal(signal.SIGINT)
         return following(self)
 
-    monkeypatch.setattr(TextStream, "__next__", interrupted)
+    monkeypatch.setattr(TextStream, "next_part", interrupted)
     status, _, err = run("cache", "use", path, "Why?")
     assert status == 130
     assert err.rstrip().endswith("interrupted")
+
+
+def test_stop_ends_the_answer(run, make):
+    path = make(TEXT)
+    whole = run("cache", "use", path, "Why?", "--max-new-tokens", "12")[1]
+    stop = whole[4:6]
+    status, out, err = run("cache", "use", path, "Why?", "--stop", stop)
+    assert (status, out) == (0, whole[: whole.index(stop)] + "\n")
+    assert err.rstrip().endswith("stop")
 
 
 # --- make

@@ -1,9 +1,10 @@
 import pytest
 from oracle import DATA, random_model
+from thinking_model import TEMPLATE, scripted, thinking
 
 import tiny_llm
 from tiny_llm.conversation import Conversation
-from tiny_llm.errors import PromptError
+from tiny_llm.errors import ParameterError, PromptError
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +111,71 @@ def test_turns_over_any_cache_answer_as_fresh_runs(loaded, kind, options):
         assert answer("And then?") == 0
     chat.reset()
     assert answer("Hello") == 0
+
+
+# As some templates do: earlier reasoning stays in the prompt.
+KEEPING = TEMPLATE.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}",
+)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_earlier_reasoning_is_in_the_prompt_only_if_the_template_wants_it(keeps):
+    model = thinking(KEEPING if keeps else TEMPLATE)
+    chat = Conversation(*model)
+    said = "Hm.\n</think>\n\nYes."
+    first = chat.ask("Hello", sampler=scripted(model.tokenizer, said))
+    assert "".join(first) == "Yes."
+    second = chat.ask("Sure?", sampler=scripted(model.tokenizer, said))
+    assert chat.messages == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    prompt = model.tokenizer.render_chat(chat.messages)
+    assert ("Hm." in prompt) == keeps
+    ids = model.tokenizer.encode(prompt, add_special_tokens=False)
+    assert chat.reused + second.result.prompt_tokens == len(ids)
+    if keeps:  # all but the EOS token: the template has another one
+        assert (
+            chat.reused >= first.result.prompt_tokens + len(first.result.token_ids) - 1
+        )
+    else:  # up to where the reasoning began: "<think>" and a newline were there
+        assert chat.reused == first.result.prompt_tokens - 2
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, KEEPING], ids=["drops", "keeps"])
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_thinking_models_answers_equal_fresh_runs(template, enable):
+    model = thinking(template)
+    options = {"enable_thinking": enable}
+    chat = Conversation(*model, template_options=options)
+    for question in ["Hello there", "What now?", "And then?"]:
+        # (one that says nothing of its own would not show what it was given)
+        stream = chat.ask(question, max_new_tokens=12)
+        list(stream)
+        expected = tiny_llm.generate(
+            *model, chat.messages, max_new_tokens=12, template_options=options
+        )
+        assert stream.result.token_ids == expected.token_ids
+        assert stream.result.reasoning == expected.reasoning
+        assert bool(expected.reasoning) == enable
+
+
+def test_a_turn_after_a_stop_string_equals_a_fresh_run(loaded):
+    chat = Conversation(*loaded)
+    whole = fresh(loaded, [{"role": "user", "content": "Hello"}], 12)
+    stop = whole.text[3:5]
+    first = chat.ask("Hello", max_new_tokens=12, stop=stop)
+    assert "".join(first) == whole.text[: whole.text.index(stop)]
+    second = chat.ask("And?", max_new_tokens=12)
+    assert chat.messages[1]["content"] == first.result.text
+    assert "".join(second) == fresh(loaded, chat.messages, 12).text
+
+
+def test_template_options_of_no_template_are_refused(loaded):
+    chat = Conversation(*loaded, template_options={"enable_thinking": True})
+    with pytest.raises(ParameterError, match="no variable 'enable_thinking'"):
+        chat.ask("Hello")

@@ -214,7 +214,7 @@ def test_a_request_found_but_for_its_last_token_waits_for_its_memory_too(monkeyp
     launch, states = Runner.launch, []
 
     def checked(runner, segments, before):
-        for request, start, _, _ in segments:
+        for request, start, *_ in segments:
             (pages,) = request.table.pages
             held = (max(pages) + 1) * 16
             assert all(rows[0].shape[1] >= held for rows in runner.pool.rows)

@@ -4,11 +4,9 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from tiny_llm import sampling
-from tiny_llm.engine.params import SamplingParams
 from tiny_llm.engine.request import Request
 from tiny_llm.errors import ParameterError
-from tiny_llm.sampling_checks import check_sampling
+from tiny_llm.sampling.params import SamplingParams
 
 
 def test_the_default_is_greedy_and_reports_nothing():
@@ -83,12 +81,6 @@ def test_values_without_effect_beside_a_sampler_are_refused(beside):
     SamplingParams(sampler=max)
     with pytest.raises(ParameterError, match="no effect"):
         SamplingParams(sampler=max, **beside)
-
-
-def test_sampling_keeps_its_checks():
-    assert sampling.check_sampling is check_sampling
-    with pytest.raises(ParameterError, match="top_p"):
-        sampling.make_sampler(top_p=2)
 
 
 def test_a_request_knows_what_is_left_to_compute():

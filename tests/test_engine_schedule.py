@@ -54,6 +54,7 @@ def test_every_request_is_as_if_alone(model):
     for what, least in (
         ("preemptions", 1),
         ("cached", 5),
+        ("accepted", 100),
         ("sampled", 20),
         ("cancelled", 10),
         ("stop", 10),
@@ -66,7 +67,7 @@ def test_every_request_is_as_if_alone(model):
 def test_with_packed_pages_every_request_is_as_if_alone_with_them(model, bits, margin):
     seen = run_many(bits, 15, model, kv_bits=bits, margin=margin)
     assert seen["requests"] >= 150
-    assert seen["compared"] > 100
+    assert seen["compared"] > 50
 
 
 @pytest.mark.parametrize(("model", "bits", "margin"), PACKED)

@@ -98,6 +98,26 @@ def test_many_threads_submit_and_read_at_once(started):
     in_threads(*[user(everything[i::8]) for i in range(8)])
 
 
+def test_a_prompt_that_takes_long_to_encode_keeps_nobody_s_place(monkeypatch):
+    """Requests are numbered as they arrive: the queues are kept in that order."""
+    engine = engine_of(VARIANT)
+    first, second = several(2)
+    encode, others = engine._intake.request, []
+
+    def slow(prompt, *rest):
+        if prompt is first and not others:
+            others.append(engine.submit(second, sampling()))
+            engine.step()
+            engine.step()
+        return encode(prompt, *rest)
+
+    monkeypatch.setattr(engine._intake, "request", slow)
+    handles = [engine.submit(first, sampling()), *others]
+    engine.check_integrity()
+    found = [handle.result().token_ids for handle in handles]
+    assert found == [alone(VARIANT, ids, ANSWER) for ids in (first, second)]
+
+
 @pipelined
 def test_one_thread_submits_and_others_read_and_cancel(started):
     everything = several(16)

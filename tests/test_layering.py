@@ -13,11 +13,11 @@ LAYERS = [
     {"errors", "files"},
     {
         *("blas", "progress", "json_files", "config", "memory", "devices"),
-        *("sampling_checks", "result"),
+        *("stop_strings", "result"),
     },
     {"roofline"},
     {"kernels"},
-    {"cache", "layers", "rope"},
+    {"cache", "layers", "rope", "token_masks"},
     {"attention"},
     {"models"},
     {"sampling", "fuse", "quantize"},
@@ -26,8 +26,10 @@ LAYERS = [
         *("weight_files", "gguf_header", "gguf_config", "gguf_file"),
         *("chat_template", "detokenizer", "gguf_pretokenizers", "gguf_tokenizer"),
         *("folder_tokenizer", "tokenizer"),
+        *("reasoning", "answer_text", "grammar"),
     },
-    {"loader", "generation", "tensor_file", "cache_facts", "cache_file"},
+    {"loader", "chooser", "speculation", "tensor_file", "cache_facts", "cache_file"},
+    {"decoding", "generation", "beam_hypotheses", "beam"},
     {"text"},
     {"conversation"},
     {"engine"},
@@ -37,8 +39,13 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Plain Python, to be tested without a device: top-level modules, or files by path.
 WITHOUT_MLX = {
     *("errors", "files", "json_files", "config", "chat_template", "hub"),
-    *("memory", "devices", "roofline", "sampling_checks", "result"),
-    *("engine/params.py", "engine/request.py", "engine/budget.py"),
+    *("memory", "devices", "roofline", "result", "stop_strings"),
+    *("sampling/checks.py", "sampling/params.py", "sampling/random_numbers.py"),
+    *("sampling/history.py", "sampling/dry.py", "sampling/rules.py"),
+    *("beam_hypotheses", "speculation/base.py", "speculation/prompt_lookup.py"),
+    *("speculation/length.py", "speculation/drafting.py"),
+    *("reasoning", "answer_text", "grammar/grammar.py", "grammar/schema.py"),
+    *("engine/request.py", "engine/budget.py"),
     *("engine/scheduler.py", "cache/pages.py", "cache/prefix.py", "cache/lanes.py"),
 }
 

@@ -38,6 +38,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str]) -> None:
         self.sources = dict(sources)
         self._compiled: dict[str, jinja2.Template] = {}
+        self._variables: frozenset[str] | None = None
 
     def render(
         self,
@@ -70,6 +71,25 @@ class ChatTemplate:
             raise
         except Exception as error:  # whatever a template can do wrong
             raise ChatTemplateError(_explain(error)) from error
+
+    def variables(self) -> frozenset[str]:
+        """The names of all variables that the templates read and may be given.
+
+        Raises ChatTemplateError for a template that is no Jinja.
+        """
+        from jinja2 import meta
+
+        if self._variables is None:
+            environment = _environment()
+            try:
+                found = (
+                    meta.find_undeclared_variables(environment.parse(source))
+                    for source in self.sources.values()
+                )
+                self._variables = frozenset().union(*found)
+            except Exception as error:  # whatever a template can do wrong
+                raise ChatTemplateError(_explain(error)) from error
+        return self._variables
 
     def _choose(self, tools: Tools | None) -> str:
         if tools and "tool_use" in self.sources:

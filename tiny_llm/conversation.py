@@ -10,7 +10,7 @@ from .errors import ParameterError, PromptError
 from .models import Decoder
 from .progress import Progress
 from .sampling import Sampler
-from .text import TextStream, stream_text
+from .text import TextStream, encode_prompt, stream_text
 from .tokenizer import Tokenizer
 
 
@@ -21,6 +21,10 @@ class Conversation:
     agree, rewinds the rest (templates may change earlier turns) and computes what is
     new; all of it where a window has passed what would be needed. The answers are those
     of a fresh run over the whole conversation.
+
+    An answer's content is its text without the reasoning, which is given to the
+    template as "reasoning_content": most leave it out of later turns. Those then
+    compute the last answer anew, from where its reasoning began.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Conversation:
         *,
         max_new_tokens: int = 1024,
         sampler: Sampler | None = None,
+        stop: str | Sequence[str] = (),
         prefill_chunk: int = 2048,
         progress: Progress | None = None,
     ) -> TextStream:
@@ -72,7 +77,7 @@ class Conversation:
         """
         self._finish_turn()
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self.tokenizer.encode_chat(messages, **self.template_options)
+        ids = encode_prompt(self.tokenizer, messages, self.template_options)
         keep = common_beginning(ids, self._cached)
         keep = min(keep, len(ids) - 1)  # the last token's logits are needed
         if len(ids) > self.model.config.context_length:
@@ -87,6 +92,7 @@ class Conversation:
             ids[keep:],
             max_new_tokens=max_new_tokens,
             sampler=sampler,
+            stop=stop,
             cache=self._cache,
             prefill_chunk=prefill_chunk,
             progress=progress,
@@ -101,7 +107,10 @@ class Conversation:
             return
         self._open.close()
         result, self._open = self._open.result, None
-        self.messages.append({"role": "assistant", "content": result.text})
+        message = {"role": "assistant", "content": result.text}
+        if result.reasoning:
+            message["reasoning_content"] = result.reasoning
+        self.messages.append(message)
         self._cached = [*self._prompt, *result.token_ids]
         # An interrupt may have come between two layers; a full context stores one less.
         stored = min(entry.offset for entry in self._cache)

@@ -1,4 +1,4 @@
-"""One request: prefill, then one token a step, the next step begun before it is read.
+"""stream_generate: one request, its arguments checked. (decoding.py has the loop.)
 
 Everything here works on token ids; text.py adds the tokenizer.
 """
@@ -6,17 +6,19 @@ Everything here works on token ids; text.py adds the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from operator import index
 from typing import Any
 
 import mlx.core as mx
 
-from .cache import KvCache, rewind
-from .errors import OutOfPagesError, ParameterError, PromptError, whole_number
+from .cache import KvCache
+from .chooser import Chooser, LogitsProcessor
+from .decoding import Run
+from .errors import ParameterError, PromptError, whole_number
 from .models import Decoder
 from .progress import Progress
-from .sampling import Sampler, checked_choice
+from .sampling import Sampler
+from .speculation import Drafting, Speculation
 
 # Room made at once for new tokens; beyond, the cache grows in steps.
 _RESERVE = 1024
@@ -32,6 +34,8 @@ def stream_generate(
     cache: Sequence[KvCache] | None = None,
     prefill_chunk: int = 2048,
     progress: Progress | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
+    speculation: Speculation | None = None,
 ) -> Iterator[int]:
     """Generate up to max_new_tokens token ids after prompt_tokens, one by one.
 
@@ -44,6 +48,14 @@ def stream_generate(
     the prompt and by every token yielded, also if the caller stops early. (Only a token
     for which the context or the page pool has no room is left out.)
 
+    logits_processors: (token ids int32 [T], logits [1, V]) -> logits [1, V], applied in
+    order before the sampler. The ids are this prompt and all tokens chosen so far.
+
+    speculation: PromptLookup() or DraftModel(model) guess tokens, and one forward pass
+    verifies them (speculation/). What is chosen is the same: processors and sampler are
+    called for the same rows in the same order, and for none after a wrong guess. The
+    cache may be ahead of the tokens yielded until the stream ends or is closed.
+
     Raises, when called, before any work: PromptError for a prompt that is empty, holds
     an id outside the vocabulary, or is longer than the context; ParameterError for
     other arguments that cannot be used. While iterating: OutOfPagesError if the cache's
@@ -53,10 +65,19 @@ def stream_generate(
     prompt = checked_prompt(prompt_tokens, config.vocab_size)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens, least=0)
     prefill_chunk = whole_number("prefill_chunk", prefill_chunk, least=1)
-    stop_ids = _checked_ids(eos_token_ids)
+    stop_ids = checked_ids(eos_token_ids)
     for name, function in (("sampler", sampler), ("progress", progress)):
         if function is not None and not callable(function):
             raise ParameterError(f"{name} is {function!r}; a function is needed")
+    processors = checked_processors(logits_processors)
+    drafting = None
+    if speculation is not None:
+        if not isinstance(speculation, Speculation):
+            raise ParameterError(
+                f"speculation is {speculation!r:.60}; PromptLookup() or "
+                f"DraftModel(model) is needed"
+            )
+        drafting = Drafting(speculation, prompt, config.vocab_size)
     if cache is not None:
         _check_cache(cache, config.layers)
     stored = cache[0].offset if cache is not None else 0
@@ -73,12 +94,12 @@ def stream_generate(
     if cache is None:
         if limit == 0:
             return iter(())
-        # nobody rewinds it: a layer with a window need not hold more
+        # only guesses are taken back: a layer with a window need not hold more
         kind = "rotating" if any(config.windows) else "dense"
         cache = model.create_kv_cache(kind, reserve=end + min(limit, _RESERVE))
-    return _Run(model, cache, sampler, stop_ids, keep).tokens(
-        prompt, limit, prefill_chunk, progress
-    )
+    chooser = Chooser(sampler, processors, prompt, config.vocab_size)
+    run = Run(model, cache, chooser, stop_ids, keep, drafting)
+    return run.tokens(prompt, limit, prefill_chunk, progress)
 
 
 def checked_prompt(tokens: Sequence[int] | mx.array, vocabulary: int) -> list[int]:
@@ -109,7 +130,7 @@ def checked_prompt(tokens: Sequence[int] | mx.array, vocabulary: int) -> list[in
     return prompt
 
 
-def _checked_ids(ids: Iterable[int]) -> frozenset[int]:
+def checked_ids(ids: Iterable[int]) -> frozenset[int]:
     """End-of-sequence ids as a set. Raises ParameterError."""
     try:
         values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
@@ -118,6 +139,19 @@ def _checked_ids(ids: Iterable[int]) -> frozenset[int]:
         raise ParameterError(
             f"eos_token_ids is {ids!r}; a list of token ids is needed"
         ) from None
+
+
+def checked_processors(
+    processors: Sequence[LogitsProcessor],
+) -> tuple[LogitsProcessor, ...]:
+    """The processors. Raises ParameterError."""
+    items = processors if isinstance(processors, Iterable) else [None]
+    functions = tuple(items)
+    if not all(map(callable, functions)):
+        raise ParameterError(
+            f"logits_processors is {processors!r:.60}; a list of functions is needed"
+        )
+    return functions
 
 
 def _check_cache(cache: Sequence[KvCache], layers: int) -> None:
@@ -133,120 +167,3 @@ def _check_cache(cache: Sequence[KvCache], layers: int) -> None:
             f"the cache has {distinct} entries, but the model {layers} layers, which "
             f"hold the same tokens: use model.create_kv_cache()"
         )
-
-
-class _Run:
-    """One call of stream_generate, its arguments checked."""
-
-    def __init__(
-        self,
-        model: Decoder,
-        cache: Sequence[KvCache],
-        sampler: Sampler | None,
-        stop_ids: frozenset[int],
-        keep: bool,
-    ) -> None:
-        """keep: the caller goes on using the cache."""
-        self.model, self.cache, self.sampler = model, cache, sampler
-        self.stop_ids, self.keep = stop_ids, keep
-
-    def tokens(
-        self, prompt: list[int], limit: int, chunk: int, progress: Progress | None
-    ) -> Iterator[int]:
-        """Yield the new tokens. When one is yielded, the cache holds it already."""
-        token = self._prefill(prompt, limit, chunk, progress)
-        for count in range(1, limit + 1):
-            # Step t + 1 starts from the lazy token of step t, before that is read.
-            stored = self.cache[0].offset
-            ahead, full = None, None
-            try:
-                if count < limit:
-                    ahead = self._step(token)
-                elif self.keep and self._has_room():
-                    self._forward(token[:, None], logits=0)
-            except OutOfPagesError as error:  # `token` is right all the same
-                full = error
-            value: int = token.item()  # type: ignore[assignment]
-            if not 0 <= value < self.model.config.vocab_size:
-                self._rewind_to(stored)
-                raise ParameterError(
-                    f"the sampler chose the token id {value}, which is not in the "
-                    f"vocabulary of {self.model.config.vocab_size}"
-                )
-            yield value
-            if value in self.stop_ids:
-                return
-            if count == limit:  # all that was asked for, stored or not
-                return
-            if full is not None:
-                raise full
-            assert ahead is not None
-            token = ahead
-
-    def _prefill(
-        self, prompt: list[int], limit: int, chunk: int, progress: Progress | None
-    ) -> mx.array:
-        """Run the prompt; return the first new token, [1], lazily.
-
-        Without pages for all of it, the cache is as before.
-        """
-        stored = self.cache[0].offset
-        try:
-            return self._run_prompt(prompt, limit, chunk, progress)
-        except OutOfPagesError:
-            with suppress(ParameterError):  # a window has passed what was before
-                self._rewind_to(stored)
-            raise
-
-    def _run_prompt(
-        self, prompt: list[int], limit: int, chunk: int, progress: Progress | None
-    ) -> mx.array:
-        logits = None
-        for start in range(0, len(prompt), chunk):
-            part = prompt[start : start + chunk]
-            last = start + len(part) == len(prompt)
-            logits = self._forward(mx.array([part]), logits=1 if last and limit else 0)
-            mx.eval(logits, [entry.state for entry in self.cache])
-            if progress is not None:
-                progress(start + len(part), len(prompt))
-        assert logits is not None
-        return self._sample(logits) if limit else mx.zeros((1,), dtype=mx.int32)
-
-    def _step(self, token: mx.array) -> mx.array:
-        """Append a token [1] and start computing the one after it, [1]."""
-        stored = self.cache[0].offset
-        logits = self._forward(token[:, None], logits=1)
-        try:
-            following = self._sample(logits)
-        except BaseException:  # the caller's sampler failed before `token` was yielded
-            self._rewind_to(stored)
-            raise
-        mx.async_eval(following)
-        return following
-
-    def _forward(self, ids: mx.array, *, logits: int) -> mx.array:
-        if self.sampler is not None:  # an id of the caller's must not read beyond
-            ids = mx.clip(ids, 0, self.model.config.vocab_size - 1)
-        stored = self.cache[0].offset
-        try:
-            return self.model(
-                ids, offset=stored, cache=self.cache, logits_to_keep=logits
-            )
-        except BaseException:  # Ctrl-C between two layers: only some have the tokens
-            self._rewind_to(stored)
-            raise
-
-    def _sample(self, logits: mx.array) -> mx.array:
-        """logits [1, 1, V] -> id [1]."""
-        logits = logits[:, -1]
-        if self.sampler is None:
-            return mx.argmax(logits, axis=-1)
-        logits = logits.astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        return checked_choice(self.sampler(logprobs), rows=1)
-
-    def _rewind_to(self, stored: int) -> None:
-        rewind(self.cache, stored)
-
-    def _has_room(self) -> bool:
-        return self.cache[0].offset < self.model.config.context_length

@@ -120,6 +120,14 @@ class Tokenizer:
         """Whether the model came with a chat template."""
         return bool(self._chat_template.sources)
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat templates can be told, such as "enable_thinking".
+
+        Raises ChatTemplateError for a template that is no Jinja.
+        """
+        return self._chat_template.variables()
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> list[int]:

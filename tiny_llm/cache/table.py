@@ -167,9 +167,21 @@ class PageTable:
         self.lengths[layer] -= n
         self._trim()
 
-    def fork(self) -> PageTable:
-        """Another request with the same tokens: all pages shared, none copied yet."""
-        other = PageTable(self.pool)
+    def rewind_all(self, n: int) -> None:
+        """Forget the newest n tokens of all layers, or raise as check_rewind."""
+        if n == 0:
+            return
+        for layer in range(len(self.lengths)):
+            self.check_rewind(layer, n)
+        self.lengths = [length - n for length in self.lengths]
+        self._trim()
+
+    def fork(self, reserve: int = 0) -> PageTable:
+        """Another request with the same tokens: all pages shared, none copied yet.
+
+        reserve: as in __init__; taken with the first page that it needs of its own.
+        """
+        other = PageTable(self.pool, reserve)
         size = self.pool.page_size
         with self._books():
             for group, (dropped, pages) in enumerate(self.held):
@@ -178,7 +190,7 @@ class PageTable:
                     self.pool.allocators[group].hold(page)
                 other.held[group] = HeldPages(dropped, used)
             other.lengths, other._begin = list(self.lengths), list(self._begin)
-            other._backed = self._backed
+            other._backed, other._adopted = self._backed, reserve > 0
             self._ready = (0, 0)
         return other
 

@@ -108,6 +108,33 @@ def add_generation(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     add("--seed", type=int, metavar="N", help="sample the same text each time")
 
 
+def add_stop(parser: argparse.ArgumentParser) -> None:
+    """Texts that end the answer."""
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before TEXT; may be given several times",
+    )
+
+
+def add_thinking(parser: argparse.ArgumentParser) -> None:
+    """Whether a thinking model thinks first."""
+    kind = parser.add_mutually_exclusive_group()
+    for option, value, what in (
+        ("--think", True, "have the model think before it answers"),
+        ("--no-think", False, "have it answer at once"),
+    ):
+        kind.add_argument(
+            option,
+            dest="think",
+            action="store_const",
+            const=value,
+            help=f"{what} (if its chat template lets you choose)",
+        )
+
+
 def add_kv_bits(parser: argparse.ArgumentParser) -> None:
     """Whether the KV cache is packed."""
     parser.add_argument(

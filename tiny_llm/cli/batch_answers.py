@@ -142,10 +142,28 @@ def line_of(known: dict[str, Any], result: Result, key: str) -> str:
         "cached_tokens": result.cached_tokens,
         "seconds": round(result.total_seconds, 3),
     }
+    if isinstance(result.stop_reason, str):
+        answer["stop_reason"] = result.stop_reason
+    if result.reasoning:
+        answer["reasoning"] = result.reasoning
     if result.logprobs is not None:
-        finite = (x if math.isfinite(x) else None for x in result.logprobs)
-        answer["logprobs"] = [None if x is None else round(x, 6) for x in finite]
+        answer["logprobs"] = [_number(x) for x in result.logprobs]
+    if result.top_logprobs is not None:
+        answer["top_logprobs"] = [_likeliest(top) for top in result.top_logprobs]
+    if result.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = [
+            {"logprob": _number(own), "likeliest": _likeliest(top)}
+            for own, top in result.prompt_logprobs
+        ]
     return json.dumps({**answer, "key": key}, ensure_ascii=False)
+
+
+def _number(x: float) -> float | None:
+    return round(x, 6) if math.isfinite(x) else None  # (JSON has no infinity)
+
+
+def _likeliest(top: list[tuple[int, float]]) -> list[list[Any]]:
+    return [[token, _number(x)] for token, x in top]
 
 
 def error_of(known: dict[str, Any], error: object, key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,11 +16,13 @@ from ..errors import ParameterError, PromptError
 from ..text import Messages
 from .options import as_messages, check_text
 
-SAMPLING = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-    *("stop_token_ids", "ignore_eos", "logit_bias", "logprobs"),
+# Not what JSON cannot hold, nor several answers: a line has one.
+_NOT = ("sampler", "logits_processors", "grammar", "n", "best_of")
+SAMPLING = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NOT
 )
-_KEYS = ("prompt", "messages", "id", *SAMPLING)
+GRAMMARS = ("json_schema", "regex", "choice")  # as Grammar makes them
+_KEYS = ("prompt", "messages", "id", *SAMPLING, *GRAMMARS)
 
 
 class Line(NamedTuple):
@@ -115,6 +118,13 @@ def params_of(fields: Mapping[str, Any], settings: Settings) -> SamplingParams:
     own = {name: fields[name] for name in SAMPLING if name in fields}
     if isinstance(own.get("logit_bias"), dict):  # the keys of JSON are strings
         own["logit_bias"] = {_token(t): b for t, b in own["logit_bias"].items()}
+    grammars = [name for name in GRAMMARS if name in fields]
+    if len(grammars) > 1:
+        raise ParameterError(f"{' and '.join(grammars)}: a line can have one of these")
+    for name in grammars:
+        from ..grammar import Grammar
+
+        own["grammar"] = getattr(Grammar, name)(fields[name])
     return replace(settings.params, **own)
 
 

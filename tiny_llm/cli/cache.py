@@ -29,6 +29,7 @@ from .options import (
     load_from,
     read_stdin,
     sampler_of,
+    stops_of,
 )
 from .output import show, statistics
 
@@ -75,7 +76,7 @@ def _make(args: Namespace) -> int:
 
 
 def _use(args: Namespace) -> int:
-    sampler = sampler_of(args)
+    sampler, stops = sampler_of(args), stops_of(args)
     facts = inspect(args.file)
     if facts.notes.get("mode") not in ("chat", "raw") or "text" not in facts.notes:
         raise CacheFileError(
@@ -97,6 +98,7 @@ def _use(args: Namespace) -> int:
             ids[reused:],
             max_new_tokens=args.max_new_tokens,
             sampler=sampler,
+            stop=stops,
             cache=saved.cache,
             prefill_chunk=args.prefill_chunk,
             progress=progress,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from argparse import Namespace
@@ -14,8 +13,14 @@ from ..errors import ChatTemplateError, PromptError, TinyLLMError
 from ..progress import Progress
 from ..text import TextStream
 from . import INTERRUPTED
-from .options import check_text, load_from, packed_cache, sampler_of
-from .output import Shown, show
+from .options import (
+    check_text,
+    load_from,
+    packed_cache,
+    sampler_of,
+    template_options_of,
+)
+from .output import Shown, dim, show
 
 _HELP = """\
 /reset   forget the conversation
@@ -38,6 +43,7 @@ def run(args: Namespace) -> int:
         model,
         tokenizer,
         system=system,
+        template_options=template_options_of(args, tokenizer),
         create_cache=args.kv_bits and (lambda: packed_cache(args, model)),
     )
 
@@ -156,5 +162,4 @@ def _summary(shown: Shown, reused: int, limit: int) -> str:
 def _tell(line: str) -> None:
     """A remark on stderr, dim, if somebody is there to read it."""
     if sys.stderr.isatty():
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        print(line if plain else f"\x1b[2m{line}\x1b[0m", file=sys.stderr)
+        print(dim(line, sys.stderr), file=sys.stderr)

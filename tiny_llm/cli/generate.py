@@ -16,6 +16,8 @@ from .options import (
     packed_cache,
     read_stdin,
     sampler_of,
+    stops_of,
+    template_options_of,
 )
 from .output import show, statistics
 from .parser import DEFAULT_PROMPT
@@ -23,9 +25,11 @@ from .parser import DEFAULT_PROMPT
 
 def run(args: Namespace) -> int:
     """Write the answer to stdout and the statistics to stderr."""
-    sampler = sampler_of(args)  # before the model: it fails in no time
+    # before the model: they fail in no time
+    sampler, stops = sampler_of(args), stops_of(args)
     text = _read_prompt(args.prompt)
     model, tokenizer = load_from(args)
+    template_options = template_options_of(args, tokenizer)
     prompt: str | Messages = text
     if is_chat(args, tokenizer):
         system = args.system and check_text(args.system, "--system")
@@ -38,6 +42,8 @@ def run(args: Namespace) -> int:
             prompt,
             max_new_tokens=args.max_new_tokens,
             sampler=sampler,
+            stop=stops,
+            template_options=template_options,
             cache=None if args.kv_bits is None else packed_cache(args, model),
             prefill_chunk=args.prefill_chunk,
             progress=progress,

@@ -10,8 +10,13 @@ from ..errors import ParameterError, PromptError
 from ..loader import Loaded, load
 from ..models import Decoder
 from ..sampling import Sampler, make_sampler
+from ..stop_strings import checked_stops
 from ..text import Messages
 from ..tokenizer import Tokenizer
+
+# What chat templates call the switch: Qwen3, SmolLM3 and GLM-4.5; DeepSeek-V3.1 and
+# Granite 3.2. (docs.vllm.ai, "Reasoning Outputs")
+_THINKING = ("enable_thinking", "thinking")
 
 
 def sampler_of(args: Namespace) -> Sampler:
@@ -39,6 +44,28 @@ def packed_cache(args: Namespace, model: Decoder) -> list[KvCache]:
     """An empty cache of --kv-bits; layers with a window hold that alone."""
     kind = "rotating" if any(model.config.windows) else "quantized"
     return model.create_kv_cache(kind, bits=args.kv_bits)
+
+
+def stops_of(args: Namespace) -> tuple[str, ...]:
+    """The texts of --stop. Raises ParameterError or PromptError."""
+    return checked_stops([check_text(stop, "--stop") for stop in args.stop], "--stop")
+
+
+def template_options_of(args: Namespace, tokenizer: Tokenizer) -> dict[str, bool]:
+    """What --think and --no-think tell the chat template.
+
+    Raises ParameterError for a template that does not let one choose.
+    """
+    if args.think is None:
+        return {}
+    for name in _THINKING:
+        if name in tokenizer.template_variables:
+            return {name: args.think}
+    option = "--think" if args.think else "--no-think"
+    why = "it has no chat template"
+    if tokenizer.has_chat_template:
+        why = f"its chat template has no variable {' or '.join(_THINKING)}"
+    raise ParameterError(f"{option} has no effect with {args.model!r}: {why}")
 
 
 def check_text(text: str, what: str) -> str:

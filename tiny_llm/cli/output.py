@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import mlx.core as mx
 
@@ -26,19 +27,46 @@ class Shown(NamedTuple):
 def show(start: Callable[[Progress], TextStream]) -> Shown:
     """Start a stream, given the progress of its prompt, and write it to stdout.
 
-    Ctrl-C ends it. The last line is always ended.
+    What a model thinks before it answers is dim at a terminal; where stdout is none,
+    it gets the answer only, and stderr the reasoning. Ctrl-C ends the stream. The last
+    line is always ended.
     """
     with ExitStack() as bar:
         stream = start(bar.enter_context(progress_bar("Reading the prompt")))
-        interrupted = False
+        interrupted, thinking = False, False
+        aside = sys.stdout if sys.stdout.isatty() else sys.stderr
         try:
-            for piece in stream:
+            for part in stream.parts():
                 bar.close()
-                print(piece, end="", flush=True)
+                if part.reasoning != thinking:
+                    thinking = part.reasoning
+                    print(_border(thinking, aside), end="", file=aside)
+                if thinking:
+                    print(dim(part.text, aside), end="", flush=True, file=aside)
+                else:
+                    print(part.text, end="", flush=True)
         except KeyboardInterrupt:
             interrupted = True
+    if thinking and aside is not sys.stdout:
+        print(file=aside)
     print(flush=True)
     return Shown(stream.result, interrupted)
+
+
+def dim(text: str, stream: TextIO) -> str:
+    """The text in dim letters, if the stream is a terminal that has them."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain or not stream.isatty() else f"\x1b[2m{text}\x1b[0m"
+
+
+def _border(thinking: bool, aside: TextIO) -> str:
+    """What comes before the reasoning or the answer: words, where none is dim."""
+    marked = dim("", aside) == ""
+    if thinking:
+        return "(thinking)\n" if marked else ""
+    if aside is not sys.stdout:  # the answer is shown elsewhere
+        return "\n"
+    return "\n\n(answer)\n" if marked else "\n\n"
 
 
 def statistics(shown: Shown) -> str:

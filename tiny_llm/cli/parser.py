@@ -15,7 +15,9 @@ from .arguments import (
     add_kv_bits,
     add_model,
     add_prefill_chunk,
+    add_stop,
     add_system,
+    add_thinking,
     positive,
     size,
 )
@@ -44,6 +46,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             )
     if "raw" in args and args.raw and args.system is not None:
         parser.error("--system has no effect with --raw")
+    if "think" in args and getattr(args, "raw", False) and args.think is not None:
+        option = "--think" if args.think else "--no-think"
+        parser.error(f"{option} has no effect with --raw")
     if args.command == "info" and args.model is None and args.revision is not None:
         parser.error("--revision has no effect without MODEL")
     if args.command == "batch" and args.o == "-" and args.force:
@@ -107,7 +112,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_model(generate)
     add_chat_or_raw(generate, "the prompt is")
     add_system(generate)
+    add_thinking(generate)
     add_generation(generate, new_tokens=256)
+    add_stop(generate)
     add_kv_bits(generate)
     add_prefill_chunk(generate)
     batch = add_command(
@@ -117,8 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
         "answer a file of prompts, many at the same time",
         "Answer a file of prompts, many at the same time. Each line of FILE is a JSON "
         'object, {"prompt": "..."} or {"messages": [...]}, and may have an "id" and '
-        'settings of its own: "max_tokens", "temperature", "top_k", "top_p", "min_p", '
-        '"seed", "stop_token_ids", "ignore_eos", "logit_bias", "logprobs". A line that '
+        'settings of its own: "max_tokens", "temperature", "top_p", "seed", "stop", '
+        '"json_schema" and others (docs/decoding.md). A line that '
         "cannot be answered gets an error, and the others go on. After it was stopped, "
         "the same command goes on behind the answers that are there.",
     )
@@ -133,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(chat)
     add_system(chat)
+    add_thinking(chat)
     add_generation(chat, new_tokens=1024)
     add_kv_bits(chat)
     add_prefill_chunk(chat)
@@ -321,6 +329,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     )
     add_model(use, of_file=True)
     add_generation(use, new_tokens=256)
+    add_stop(use)
     add_prefill_chunk(use)
     show = add_command(
         commands,

@@ -6,49 +6,19 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..answer_text import Part
 from ..errors import RequestError
-from ..tokenizer import Tokenizer
+from ..speculation import Drafting, Speculation, StepCosts
 from .budget import StepCost
-from .handle import Handle
+from .entry import Entry
 from .kv import KvMemory
 from .request import Request
 from .runner import Launched, Runner
 from .scheduler import Scheduler, Segment
-
-
-class Entry(NamedTuple):
-    """What is kept of a request beside the scheduler's view of it.
-
-    tokenizer, detokenizer: None for an engine of token ids only.
-    """
-
-    request: Request
-    handle: Handle
-    stop_ids: frozenset[int]
-    tokenizer: Tokenizer | None
-    detokenizer: Any
-
-    @property
-    def ended(self) -> str | None:
-        """Why the answer that was given out is complete; None: it is not."""
-        answer = self.handle.answer
-        if answer and answer[-1] in self.stop_ids:
-            return "stop"
-        return "length" if len(answer) >= self.request.limit else None
-
-    def renewed(self) -> Entry:
-        """With a detokenizer that has seen what was given out, and nothing else."""
-        if self.tokenizer is None:
-            return self
-        detokenizer = self.tokenizer.detokenizer()
-        for token in self.handle.answer:
-            if token not in self.stop_ids:
-                detokenizer.add(token)
-        return self._replace(detokenizer=detokenizer)
+from .values import Logprobs, Values, values_of
 
 
 class Core:
@@ -67,9 +37,11 @@ class Core:
         cost: StepCost,
         *,
         pipeline: bool,
+        speculation: Speculation | None = None,
     ) -> None:
         self.runner, self.memory, self.scheduler = runner, memory, scheduler
-        self.cost, self.pipeline = cost, pipeline
+        self.cost, self.pipeline, self.speculation = cost, pipeline, speculation
+        self.costs = StepCosts()
         self.entries: dict[int, Entry] = {}  # of all requests that have not ended
         self.steps = self.rows = self.preemptions = 0
         self.prompt_tokens = self.cached_tokens = 0
@@ -134,7 +106,8 @@ class Core:
                 continue
             request.computed = request.in_flight = 0
             request.output[:] = entry.handle.answer
-            self.entries[request.number] = entry.renewed()
+            request.drafting = None
+            entry = self.entries[request.number] = entry.renewed()
             self.scheduler.add(request)
             if entry.ended is not None:
                 self._end(request, entry.ended)
@@ -163,6 +136,14 @@ class Core:
             self.memory.keeps(segment.count) for segment in self._launched.segments
         ):
             self._settle()  # to be run again, if it fails, it needs what it sees
+        if self._launched is not None and any(
+            map(self._matters, self._launched.segments)
+        ):
+            self._settle()
+        if self.speculation is not None:
+            for request in self.scheduler.running:
+                if request.drafting is None and request.decoding and request.guesses:
+                    self._speculate(request, self.speculation)
         try:
             segments = self.scheduler.schedule(settled=self._launched is None)
         except Exception:
@@ -174,6 +155,23 @@ class Core:
             self._settle()
             segments = self.scheduler.schedule()
         return segments
+
+    def _matters(self, segment: Segment) -> bool:
+        """Whether its tokens must be read before the next step is planned."""
+        request, drafting = segment.request, segment.request.drafting
+        if not segment.samples:
+            return False
+        if segment.drafts or request.rules.waits:
+            return True
+        beside = len(self.scheduler.running) - 1
+        return drafting is not None and bool(drafting.ready(drafting.most, beside))
+
+    def _speculate(self, request: Request, speculation: Speculation) -> None:
+        """Begin to guess for a request that decodes."""
+        if request.rules.speculates and not request.in_flight:
+            vocabulary = self.runner.model.config.vocab_size
+            tokens = request.prompt + request.output
+            request.drafting = Drafting(speculation, tokens, vocabulary, self.costs)
 
     def _redo(self) -> None:
         """What is under way may have failed: a failure is told once, to whoever waits.
@@ -253,51 +251,68 @@ class Core:
                 self._one_by_one(ahead.segments)
             return
         self._note(launched)
-        tokens, tops, logprobs, errors = _values(launched)
+        values = values_of(launched)
         for segment in launched.segments:
             request = segment.request
             request.in_flight -= segment.samples
             if request.done:
                 continue
-            if not segment.samples:
+            if segment.samples:
+                self._take(segment, values, launched.place[request.number])
+            else:
                 self.memory.store(request, segment.start, segment.count)
-                continue
-            place = launched.place[request.number]
-            wrong = _not_numbers(tops[place])
+
+    def _take(self, segment: Segment, values: Values, first: int) -> None:
+        """Give a request what its rows, from `first` on, have chosen.
+
+        A row after a guess counts if the row before has chosen just that token.
+        """
+        request, drafts = segment.request, segment.drafts
+        places = range(first, first + segment.sampled)
+        tokens = [values.tokens[place] for place in places]
+        right = 0
+        while right < len(drafts) and tokens[right] == drafts[right]:
+            right += 1
+        places, tokens = places[: right + 1], tokens[: right + 1]
+        rejected = len(drafts) - right
+        request.table.rewind_all(rejected)
+        request.computed -= rejected
+        self.memory.store(
+            request, segment.start, segment.count - rejected, drafts[:right]
+        )
+        if request.drafting is not None:
+            if drafts:
+                request.drafting.verified(len(drafts), right, tokens)
+            else:
+                request.drafting.add(tokens[0])
+        vocabulary = self.runner.model.config.vocab_size
+        for place, token in zip(places, tokens, strict=True):
+            wrong = _not_numbers(values.tops[place])
             if wrong is not None:
                 self.memory.forget(request)  # nor are its keys
-                self.fail(request, wrong)
-                continue
-            self.memory.store(request, segment.start, segment.count)
-            problem = errors.get(place) or self._not_a_token(tokens[place])
+            problem = wrong or values.problem_of(place, vocabulary)
             if problem is not None:
                 self.fail(request, problem)
-                continue
-            logprob = logprobs[place] if request.params.logprobs else None
-            self._emit(request, tokens[place], logprob)
+            else:
+                self._emit(request, token, values.logprobs_of(place, request))
+            if request.done:
+                return
 
-    def _not_a_token(self, token: int) -> Exception | None:
-        vocabulary = self.runner.model.config.vocab_size
-        if 0 <= token < vocabulary:
-            return None
-        return RequestError(
-            f"the sampler chose an id that is not in the vocabulary of {vocabulary}"
-        )
-
-    def _emit(self, request: Request, token: int, logprob: float | None) -> None:
+    def _emit(self, request: Request, token: int, logprobs: Logprobs | None) -> None:
         entry = self.entries[request.number]
-        stops = token in entry.stop_ids
         try:
-            text = ""
-            if entry.detokenizer is not None and not stops:
-                text = entry.detokenizer.add(token)
+            parts: list[Part] = []
+            if entry.text is not None and token not in entry.stop_ids:
+                parts = entry.text.add(token)
         except Exception as error:
             self.fail(request, error)
             return
         request.output.append(token)
-        entry.handle.add(token, text, logprob)
-        if stops or len(request.output) >= request.limit:
-            self._end(request, "stop" if stops else "length")
+        entry.handle.add(token, parts, logprobs)
+        if token in entry.stop_ids or (entry.text is not None and entry.text.stop):
+            self._end(request, "stop")
+        elif len(request.output) >= request.limit:
+            self._end(request, "length")
 
     def _begin(self, request: Request) -> None:
         entry = self.entries[request.number]
@@ -310,14 +325,15 @@ class Core:
         self, request: Request, reason: str, error: Exception | None = None
     ) -> None:
         entry = self.entries[request.number]
-        text = ""
-        if entry.detokenizer is not None:
+        parts: list[Part] = []
+        if entry.text is not None:
             try:
-                text = entry.detokenizer.finish()
+                parts = entry.text.finish()
             except Exception as broken:
                 reason, error = "error", error or _failure(request, broken)
         self.scheduler.remove(request, finished=reason in ("stop", "length"))
-        entry.handle.end(reason, text, error)
+        stop_reason = entry.stop_reason if reason == "stop" else None
+        entry.handle.end(reason, parts, error, stop_reason)
         del self.entries[request.number]
         self.preemptions += request.preemptions
 
@@ -327,6 +343,8 @@ class Core:
         rows = sum(segment.count for segment in launched.segments)
         keys = sum(segment.keys for segment in launched.segments)
         self.cost.add(rows, keys, 1000 * (now - self._last))
+        if self.speculation is not None:
+            self.costs.observe(rows, now - self._last)
         self._last = now
         self.steps += 1
         self.rows += rows
@@ -347,15 +365,3 @@ def _not_numbers(top: float) -> Exception | None:
     if math.isnan(top):
         return RequestError("the model's logits are not numbers")
     return RequestError(f"the model's largest logit is {top}")
-
-
-def _values(
-    launched: Launched,
-) -> tuple[list[int], list[float], list[float], dict[int, BaseException]]:
-    """What a step chose, as numbers of Python."""
-    if launched.sampled is None:
-        return [], [], [], {}
-    tokens, tops, logprobs, errors = launched.sampled
-    found: Any = (tokens.tolist(), tops.tolist())
-    chosen: Any = [] if logprobs is None else logprobs.tolist()
-    return found[0], found[1], chosen, errors

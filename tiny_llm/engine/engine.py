@@ -18,21 +18,24 @@ from ..errors import (
     EngineClosedError,
     ParameterError,
     RequestError,
-    TinyLLMError,
     whole_number,
 )
 from ..kernels import on_gpu, reads_pages
 from ..memory import PAGE_SIZE
 from ..models import Decoder
-from ..progress import Progress, progress_bar
+from ..progress import Progress
 from ..result import Result
+from ..sampling.params import SamplingParams
+from ..speculation import Speculation
 from ..tokenizer import Tokenizer
+from .answer_all import answer_all
 from .budget import StepCost
-from .core import Core, Entry
+from .choices import Choices, submit_choices, wants_several
+from .core import Core
+from .entry import Entry
 from .handle import Handle
-from .intake import Intake, Prompt
+from .intake import Intake, Prompt, check_parts
 from .kv import KvMemory, default_kv_memory
-from .params import SamplingParams
 from .request import Request
 from .runner import Runner
 from .scheduler import Scheduler
@@ -63,6 +66,7 @@ class Engine:
         pipeline: bool | None = None,
         page_views: bool | None = None,
         compile_decode: bool | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """tokenizer: for prompts that are text, and for text in the answers.
 
@@ -76,10 +80,20 @@ class Engine:
         rather than through a table, as the kernels do (None: except on a GPU).
         compile_decode: compile steps that only decode when their shape recurs (None: on
         a GPU); the model's weights must not change then. Not with page_views.
+        speculation: PromptLookup() or DraftModel(model), to guess tokens that a step
+        verifies; the tokens are the same. Not for requests with samplers or logits
+        processors of their own.
 
         Raises ParameterError.
         """
-        _check(model, tokenizer)
+        check_parts(model, tokenizer)
+        if speculation is not None:
+            if not isinstance(speculation, Speculation):
+                raise ParameterError(
+                    f"speculation is {speculation!r:.60}; PromptLookup() or "
+                    "DraftModel(model) is needed"
+                )
+            speculation.drafter(model.config.vocab_size)  # refuses other vocabularies
         for name, value in (
             ("prefix_cache", prefix_cache),
             ("pipeline", True if pipeline is None else pipeline),
@@ -111,18 +125,28 @@ class Engine:
             grows=True,
             **packing,
         )
+        self.speculation = speculation
         self._intake = Intake(model, tokenizer)
         self._memory = KvMemory(self.pool, prefix_cache)
         cost = StepCost()
         self._scheduler = Scheduler(
             self._memory, cost, max_batch=max_batch, max_step_tokens=max_step_tokens
         )
+        pipeline = on_gpu() if pipeline is None else pipeline
+        runner = Runner(
+            model,
+            self.pool,
+            views=page_views,
+            compiles=compile_decode,
+            pipelined=pipeline,
+        )
         self._core = Core(
-            Runner(model, self.pool, page_views, compile_decode),
+            runner,
             self._memory,
             self._scheduler,
             cost,
-            pipeline=on_gpu() if pipeline is None else pipeline,
+            pipeline=pipeline,
+            speculation=speculation,
         )
         self._numbers = count()
         self._arrived: deque[Entry] = deque()
@@ -159,17 +183,52 @@ class Engine:
         Raises at once PromptError, ParameterError, TokenizerError (ChatTemplateError),
         OutOfPagesError (it would not fit if it were alone) and EngineClosedError.
         """
-        number = next(self._numbers)
-        request, stop_ids = self._intake.request(
-            number, prompt, params, template_options
+        if wants_several(params):
+            raise ParameterError(
+                "params ask for several answers (n, best_of): use submit_choices"
+            )
+        return self._submit(prompt, params, template_options, None)
+
+    def submit_choices(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Choices:
+        """As submit, for params.n answers (the best of params.best_of).
+
+        The prompt is computed once; its pages are shared. Raises as submit.
+        """
+        return submit_choices(
+            params,
+            lambda own, first: self._submit(
+                prompt if first is None else first.request.prompt,
+                own,
+                template_options if first is None else None,
+                None if first is None else first.request,
+            ),
         )
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        template_options: Mapping[str, Any] | None,
+        leader: Request | None,
+    ) -> Handle:
+        request, stop_ids = self._intake.request(prompt, params, template_options)
+        request.leader = leader
         self._memory.refuse(request)
         handle = Handle(self, request)
-        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer()
-        entry = Entry(request, handle, stop_ids, self.tokenizer, detokenizer)
+        new_text = self._intake.text_of(request)
+        text = None if new_text is None else new_text()
+        entry = Entry(request, handle, stop_ids, new_text, text)
         with self._news:
             if self._closed:
                 raise EngineClosedError("the engine is closed: make another one")
+            # (here: whoever arrives later has a higher number, whatever threads do)
+            request.number = next(self._numbers)
             self._arrived.append(entry)
             self._news.notify_all()
         return handle
@@ -190,42 +249,7 @@ class Engine:
 
         Raises ParameterError for other arguments, before any work.
         """
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-            raise ParameterError(f"prompts is {prompts!r:.60}; a list is needed")
-        if progress is not None and not callable(progress):
-            raise ParameterError(f"progress is {progress!r}; a function is needed")
-        each: list[Any] = [params] * len(prompts)
-        if isinstance(params, Sequence):
-            each = list(params)
-        if len(each) != len(prompts):
-            raise ParameterError(f"{len(each)} params for {len(prompts)} prompts")
-        for own in each:
-            if own is not None and not isinstance(own, SamplingParams):
-                raise ParameterError(
-                    f"params is {own!r:.60}; SamplingParams are needed"
-                )
-        waiting: list[Handle | Result] = []
-        try:
-            for prompt, own in zip(prompts, each, strict=True):
-                try:
-                    handle = self.submit(prompt, own, template_options=template_options)
-                    waiting.append(handle)
-                except EngineClosedError:
-                    raise
-                except TinyLLMError as error:
-                    waiting.append(Result(finish_reason="error", error=error))
-            if progress is not None:
-                return self._results(waiting, progress)
-            with progress_bar("answering") as bar:
-                return self._results(waiting, bar)
-        except BaseException:
-            for item in waiting:
-                if isinstance(item, Handle):
-                    item.cancel()
-            if self._thread is None:
-                with self._work():
-                    self._take_news()
-            raise
+        return answer_all(self, prompts, params, template_options, progress)
 
     def step(self) -> bool:
         """One step of all requests: schedule, run, postprocess.
@@ -277,7 +301,13 @@ class Engine:
         with self._stepping:
             self._core.check()
 
-    # For handles.
+    # For those who wait.
+
+    def settle(self) -> None:
+        """Have what was cancelled end now, where no thread does that."""
+        if self._thread is None:
+            with self._work():
+                self._take_news()
 
     def drive(self, wait: Callable[[], None]) -> None:
         """Bring all requests on by a step: wait for the thread, or take the step."""
@@ -298,21 +328,6 @@ class Engine:
             if not (self._closed or request.done):
                 self._cancelled.append(request)
                 self._news.notify_all()
-
-    def _results(
-        self, waiting: Sequence[Handle | Result], progress: Progress
-    ) -> list[Result]:
-        results = []
-        for item in waiting:
-            if isinstance(item, Result):
-                results.append(item)
-                continue
-            while not item.request.done:
-                item.wait()
-                done = sum(isinstance(w, Result) or w.request.done for w in waiting)
-                progress(done, len(waiting))
-            results.append(item.result())
-        return results
 
     def _take_news(self) -> bool:
         """Do what was asked for since the last step."""
@@ -381,14 +396,3 @@ class Engine:
         with self._work():
             for entry in list(self._core.entries.values()):
                 self._core.fail(entry.request, cause)
-
-
-def _check(model: object, tokenizer: object) -> None:
-    """Raise ParameterError for what is no model or no tokenizer."""
-    if not callable(getattr(model, "create_page_pool", None)):
-        raise ParameterError(
-            f"model is {model!r:.60}; a loaded model is needed, as in "
-            f"model, tokenizer = tiny_llm.load(...)"
-        )
-    if tokenizer is not None and not callable(getattr(tokenizer, "detokenizer", None)):
-        raise ParameterError(f"tokenizer is {tokenizer!r:.60}; a Tokenizer is needed")

@@ -6,30 +6,35 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from ..answer_text import Part
 from ..result import Result
 from .request import Request
+from .values import Logprobs
 
 
 class Piece(NamedTuple):
     """What one step brought: whole characters, and the new token ids.
 
-    text is "" while a character is not complete (or without a tokenizer); token_ids is
-    empty for text that was held back until the end.
+    text is "" while a character is not complete (or without a tokenizer), or while it
+    may become a stop string; token_ids is empty for text that was held back until the
+    end. reasoning: text of the model's thoughts, where its tokenizer declares tags for
+    these.
     """
 
     text: str
     token_ids: list[int]
+    reasoning: str = ""
 
 
 class _Told(NamedTuple):
-    """A piece, its token's log-probability, and when it came."""
+    """A piece, its token's log-probabilities, and when it came."""
 
     piece: Piece
-    logprob: float | None
+    logprobs: Logprobs | None
     time: float
 
 
@@ -71,6 +76,11 @@ class Handle(Iterator[Piece], AsyncIterator[Piece]):
         if self.request.table is None:
             return "waiting"
         return "decoding" if self.request.output else "prefilling"
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer has ended."""
+        return self.request.done
 
     @property
     def prompt_tokens(self) -> int:
@@ -150,16 +160,23 @@ class Handle(Iterator[Piece], AsyncIterator[Piece]):
         self._started = time.perf_counter()
         return True
 
-    def add(self, token: int, text: str, logprob: float | None) -> None:
+    def add(self, token: int, parts: Sequence[Part], logprobs: Logprobs | None) -> None:
         """A new token, and the text that is complete with it."""
         # (all of it at once: Ctrl-C may come at any moment)
-        self._told.append(_Told(Piece(text, [token]), logprob, time.perf_counter()))
+        self._told.append(_Told(_piece(parts, [token]), logprobs, time.perf_counter()))
         self._wake()
 
-    def end(self, reason: str, text: str = "", error: Exception | None = None) -> None:
-        """No more comes; text: what was held back."""
+    def end(
+        self,
+        reason: str,
+        parts: Sequence[Part] = (),
+        error: Exception | None = None,
+        stop_reason: str | int | None = None,
+    ) -> None:
+        """No more comes; parts: what was held back."""
         result, answer = self._result, self.answer
         result.finish_reason, result.error = reason, error
+        result.stop_reason = stop_reason
         result.cached_tokens = self.request.cached_tokens
         result.cache_miss_reason = self.request.cache_miss_reason
         started = self._started or time.perf_counter()
@@ -167,13 +184,19 @@ class Handle(Iterator[Piece], AsyncIterator[Piece]):
         if answer:
             first, last = self._told[0].time, self._told[len(answer) - 1].time
             result.prompt_seconds, result.decode_seconds = first - started, last - first
-        if text:
-            self._told[len(answer) :] = [_Told(Piece(text, []), None, 0.0)]
+        if parts:
+            self._told[len(answer) :] = [_Told(_piece(parts, []), None, 0.0)]
         result.token_ids = answer
         result.text = "".join(told.piece.text for told in self._told)
-        if answer and self.request.params.logprobs:
-            logprobs = [told.logprob for told in self._told[: len(answer)]]
-            result.logprobs = [value for value in logprobs if value is not None]
+        result.reasoning = "".join(told.piece.reasoning for told in self._told)
+        logprobs = [told.logprobs for told in self._told if told.logprobs is not None]
+        if logprobs:
+            result.logprobs = [value.own for value in logprobs]
+            if self.request.params.top_logprobs:
+                result.top_logprobs = [value.likeliest for value in logprobs]
+        if self.request.params.prompt_logprobs is not None:
+            told = sorted(self.request.prompt_logprobs.items())
+            result.prompt_logprobs = [tuple(value) for _, value in told]
         self.request.done = True
         self._wake()
 
@@ -220,3 +243,8 @@ class Handle(Iterator[Piece], AsyncIterator[Piece]):
             with suppress(ValueError):  # woken in between
                 self._wakers.remove(wake)
         return not there
+
+
+def _piece(parts: Sequence[Part], token_ids: list[int]) -> Piece:
+    answer = "".join(part.text for part in parts if not part.reasoning)
+    return Piece(answer, token_ids, "".join(p.text for p in parts if p.reasoning))

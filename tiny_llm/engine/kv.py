@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import memory
 from ..cache import PagePool, PageTable
 from ..cache.prefix import PrefixIndex
-from ..errors import OutOfPagesError, whole_number
+from ..errors import OutOfPagesError, ParameterError, whole_number
 from ..memory import kv_cache_bytes, page_count, physical_memory
 from ..models import Decoder
 from .request import Request
@@ -48,25 +48,48 @@ class KvMemory:
         reserve: tokens whose pages are taken at once, side by side. Sets table,
         computed, and once what was cached. False: too few pages, nothing changed.
         """
-        table = PageTable(self.pool, reserve)
+        table = self._shared(request, reserve)
         found, reason = 0, None
         try:
-            if self.index is not None:
-                tokens = request.prompt + request.output
-                match = self.index.match(request.digests, tokens)
-                found, reason = match.tokens, match.reason
-                table.adopt(match.held, found)
+            if table is not None:
+                found = table.length
+            else:
+                table = PageTable(self.pool, reserve)
+                if request.wants_prompt_logprobs:
+                    reason = "the logits of its prompt are asked for"
+                elif self.index is not None:
+                    tokens = request.prompt + request.output
+                    match = self.index.match(request.digests, tokens)
+                    found, reason = match.tokens, match.reason
+                    table.adopt(match.held, found)
             table.prepare(found, found + 1, back=False)
-            request.table, request.computed = table, found
+            request.table, request.computed, request.stored = table, found, found
         except OutOfPagesError:
+            assert table is not None
             table.free()
             return False
         except BaseException:  # Ctrl-C: whoever keeps the traceback keeps the table
-            table.free()
+            if table is not None:
+                table.free()
             raise
         if not request.begun:
             request.cached_tokens, request.cache_miss_reason = found, reason
         return True
+
+    def _shared(self, request: Request, reserve: int) -> PageTable | None:
+        """The pages of its leader's prompt, but for the last token: all shared."""
+        leader, known = request.leader, len(request.prompt) - 1
+        if leader is None or leader.table is None or request.output:
+            return None
+        if leader.stored < known or not known or request.wants_prompt_logprobs:
+            return None
+        table: PageTable = leader.table.fork(reserve)
+        try:
+            table.rewind_all(table.length - known)
+        except ParameterError:  # a window has passed its end
+            table.free()
+            return None
+        return table
 
     def ready(self, request: Request, coming: int, patient: bool) -> bool:
         """Whether there is memory for the pages taken by `open`; allocate it.
@@ -96,16 +119,24 @@ class KvMemory:
         if request.table is not None:
             request.table.free()
             request.table = None
+        request.stored = 0
 
-    def store(self, request: Request, start: int, count: int) -> None:
-        """Make the full pages findable that were filled by the tokens from start on."""
+    def store(
+        self, request: Request, start: int, count: int, drafts: Sequence[int] = ()
+    ) -> None:
+        """Tokens were computed: make the full pages findable that they filled.
+
+        drafts: the last of these tokens, where they are not in its output yet.
+        """
+        if request.table is not None:
+            request.stored = start + count
         if self.index is None or request.table is None:
             return
         size = self.pool.page_size
         blocks = range(start // size, (start + count) // size)
         if not blocks:
             return
-        tokens = request.prompt + request.output
+        tokens = request.prompt + request.output + list(drafts)
         for block in blocks:
             pages = []
             for dropped, held in request.table.held:

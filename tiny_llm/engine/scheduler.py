@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_left, insort
 from operator import attrgetter
@@ -16,11 +17,13 @@ SLOWER = 2.5  # times the decoding rows' own step, where rows decode
 PAUSE_MS = 250.0  # that a step may take beside few streams, also where that is more
 SHARED_MS = 1000.0  # that all streams' pauses may add up to: less for more than four
 LEAST_ROWS = 8  # of prompts in any step
+LOGPROB_ROWS = 64  # in a step of a prompt whose logits are wanted
 UNKNOWN_ROWS = 64  # of prompts in a step while its cost is not known
 UNKNOWN_ANSWER = 256  # tokens expected while no answer has finished
 MARGIN = 1.25  # times the mean answer
 
 _number = attrgetter("number")
+_log = logging.getLogger("tiny_llm")
 
 
 class Memory(Protocol):
@@ -51,17 +54,36 @@ class Memory(Protocol):
 
 
 class Segment(NamedTuple):
-    """Rows of one request in a step; samples: its newest token is among them."""
+    """Rows of one request in a step.
+
+    samples: its newest token is among them. drafts: the tokens of the last rows are
+    guesses, and every row from the newest known token on samples.
+    """
 
     request: Request
     start: int
     count: int  # type: ignore[assignment]  # hides tuple's own, which nobody needs
     samples: bool
+    drafts: list[int] = []  # noqa: RUF012
+
+    @property
+    def sampled(self) -> int:
+        """How many of its rows sample: the last ones."""
+        return 1 + len(self.drafts) if self.samples else 0
 
     @property
     def place(self) -> int:
-        """Of the token that it samples, in the answer."""
-        return self.start + self.count - len(self.request.prompt)
+        """Of the first token that it samples, in the answer."""
+        return self.start + self.count - len(self.drafts) - len(self.request.prompt)
+
+    @property
+    def prompt_logprobs(self) -> range:
+        """Tokens of the prompt that its rows tell the log-probabilities of."""
+        if self.request.params.prompt_logprobs is None:
+            return range(0)
+        return range(
+            self.start + 1, min(self.start + self.count + 1, len(self.request.prompt))
+        )
 
     @property
     def keys(self) -> int:
@@ -92,6 +114,15 @@ class _Plan:
         self.segments.append(segment)
         self.rows += count
         self.keys += segment.keys
+
+    def draft(self, at: int, drafts: list[int]) -> None:
+        """Let a segment of one row verify guesses."""
+        segment = self.segments[at]
+        count = segment.count + len(drafts)
+        self.rows += len(drafts)
+        self.keys -= segment.keys
+        self.segments[at] = segment._replace(count=count, drafts=drafts)
+        self.keys += self.segments[at].keys
 
     def drop(self, request: Request) -> None:
         """What was planned for a request that is preempted."""
@@ -174,9 +205,9 @@ class Scheduler:
                     self._admit(plan)
         except _Unsettled:
             return None
-        for request, _, count, samples in plan.segments:
-            request.computed += count
-            request.in_flight += samples
+        for segment in plan.segments:
+            segment.request.computed += segment.count
+            segment.request.in_flight += segment.samples
         return plan.segments
 
     def _decode(self, plan: _Plan, settled: bool) -> int:
@@ -188,7 +219,28 @@ class Scheduler:
             elif not request.exhausted and self._grow(plan, request, 1, settled):
                 plan.add(request, 1)
         plan.decoding = len(plan.segments)
+        for at in range(plan.decoding):
+            self._draft(plan, at)
         return reading
+
+    def _draft(self, plan: _Plan, at: int) -> None:
+        """Add guesses to a row that decodes, if they pay and there is room."""
+        request = plan.segments[at].request
+        left = request.limit - len(request.output) - 1
+        most = min(left, self.max_step_tokens - plan.rows)
+        if request.drafting is None or request.in_flight or most < 1:
+            return
+        try:
+            drafts = request.drafting.draft(most, beside=plan.rows - 1)
+            drafts = request.rules.allowed(drafts, request.output)
+        except Exception:  # of a draft model, say: it costs nobody an answer
+            _log.warning(
+                "no more guesses for request %d", request.number, exc_info=True
+            )
+            request.drafting, request.guesses = None, False
+            return
+        if drafts and self.memory.grow(request, request.computed + 1 + len(drafts)):
+            plan.draft(at, drafts)
 
     def _target(self, plan: _Plan, reading: int) -> float:
         """Milliseconds that the step may take, with `reading` prompts to be read."""
@@ -219,7 +271,7 @@ class Scheduler:
         """The head of those who wait, while there is room, time and pages for it."""
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
-            if not self._chunk(plan, request):
+            if request.follows or not self._chunk(plan, request):
                 return
             if not self.memory.open(request, self._reserve(request)):
                 # The engine refuses what can never fit.
@@ -256,6 +308,8 @@ class Scheduler:
             fit = UNKNOWN_ROWS - plan.prompt_rows
         if fit >= LEAST_ROWS and wanted - fit < LEAST_ROWS:
             fit = wanted  # a last chunk of a few rows would cost a step's fixed part
+        if request.wants_prompt_logprobs:
+            wanted = min(wanted, LOGPROB_ROWS)
         count = min(
             wanted,
             max(fit, LEAST_ROWS - plan.prompt_rows),
