@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tests" / "data" / "llama_llama3rope_bias")
 EXPECTED = {
     "generate": ["Token level, greedy", "the same tokens at both levels: True"],
+    "beam": ["The best 4 beams:", "one beam is greedy decoding: True"],
     "batch": ["Why is the sky blue?  [", "16 answers, ", "prompt tokens were cached"],
     "chat": ["> What is my name?", "0 were in the cache", "not computed again"],
     "cached_attention_step": ["the step equals full attention: True"],
