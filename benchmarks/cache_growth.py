@@ -128,6 +128,7 @@ def measure(make: Maker, context: int, steps: int) -> Cost:
         # (where nothing is allocated at all, MLX leaves the peak at 0)
         extras.append(max(mx.get_peak_memory() - before, 0) / layers)
     held = sum(layer.nbytes for layer in cache) / layers
+    mx.synchronize()  # (what was computed last may be held a moment longer)
     active = (mx.get_active_memory() - base) / layers
     attends = [attend() for _ in range(max(steps // 4, 1))]
     return Cost(

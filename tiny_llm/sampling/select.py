@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..kernels import exp_below
-from .candidates import largest, row_sums
+from .candidates import largest, row_bottoms, row_sums
 from .filters import Filters, draw, draw_from_many, filter_arrays, keep
 
 # Candidates that are looked at; more only where these do not hold all that is kept.
-_FEW, _MORE = 256, 4096
+_FEW, _MORE = 128, 4096
 _NOTHING = 1e-26  # exp_below stays above 8e-27
 
 
@@ -126,6 +126,7 @@ def _waiting(
             _rows(uniforms, todo),
             top,
             count,
+            wait=True,
         )
         done: Any = True if complete is None else complete.tolist()
         places = [p for p in range(len(todo)) if done is True or done[p]]
@@ -145,6 +146,7 @@ def _from_candidates(
     uniforms: mx.array,
     top: int | None,
     count: int,
+    wait: bool = False,
 ) -> tuple[Selected, mx.array | None]:
     """Choose among the `count` largest scores; and for which rows that was enough.
 
@@ -158,7 +160,7 @@ def _from_candidates(
     arrays = filter_arrays(filters, vocabulary)
     sigma, total = None, None
     if arrays.top_n_sigma is not None:
-        sigma = _deviation(scores, peak) * cold
+        sigma = _deviation(scores, peak, wait) * cold
     bounded = all(0 < own.top_k <= count for own in filters)
     if arrays.top_p is not None and not everything and not bounded:
         rest = (scores - peak) * cold
@@ -168,6 +170,9 @@ def _from_candidates(
             weights = weights * ((rest >= least) | (arrays.top_n_sigma == 0))
         total = row_sums(weights)
     weights, complete = keep((best - peak) * cold, arrays, sigma, total)
+    if arrays.top_k is not None and not everything:
+        # (top-p is a part of what top-k keeps: all of that must be here)
+        complete &= ((arrays.top_k <= count) | (arrays.top_k >= vocabulary))[:, 0]
     # By their ids: two scores that change places must not change what is drawn.
     by_id = mx.argsort(ids, axis=1)
     places = draw(mx.take_along_axis(weights, by_id, axis=1), uniforms)[:, None]
@@ -193,11 +198,14 @@ def _coldness(filters: Sequence[Filters]) -> mx.array:
     return mx.array([[1.0 / own.temperature] for own in filters], dtype=mx.float32)
 
 
-def _deviation(scores: mx.array, peak: mx.array) -> mx.array:
+def _deviation(scores: mx.array, peak: mx.array, wait: bool) -> mx.array:
     """The standard deviation of each row's finite scores, [R, 1]."""
-    finite = scores > -1e30
-    distance = mx.maximum(scores - peak, -1e30) * finite
-    count = row_sums(finite.astype(mx.float32))
+    distance = scores - peak
+    count: mx.array | int = scores.shape[1]
+    if not (wait and mx.all(row_bottoms(scores) > -1e30).item()):
+        finite = scores > -1e30
+        distance = mx.maximum(distance, -1e30) * finite
+        count = row_sums(finite.astype(mx.float32))
     mean = row_sums(distance) / count
     square = row_sums(distance * distance) / count
     return mx.sqrt(mx.maximum(square - mean * mean, 0.0))
