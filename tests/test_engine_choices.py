@@ -1,6 +1,7 @@
 """The engine's answers under every rule: as the rule says, whoever shares the batch."""
 
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from engine_runs import engine_of, finish, prompts
+from guesses import Guesses
 from oracle import goldens, model
 from test_penalties import penalised
 
@@ -66,6 +68,36 @@ def test_every_row_of_a_mixed_batch_is_as_alone(pipeline):
     assert backwards[::-1] == alone
     assert alone[3] == [7] * 16
     assert alone[2] == goldens(VARIANT)[2].greedy[:16]
+
+
+@PIPELINE
+def test_guesses_change_nothing_under_any_rule(pipeline):
+    """Rows after a guess have a history of their own: all their tokens must count."""
+    asked = requests()
+    asked += [(ids, replace(own, frequency_penalty=0.6)) for ids, own in asked]
+    alone = answers(asked, False)
+    known = [(*ids, *tokens) for (ids, _), tokens in zip(asked, alone, strict=True)]
+    for seed in range(4):
+        guesses = Guesses(seed, known, 384)
+        assert answers(asked, pipeline, speculation=guesses) == alone
+        assert guesses.counts.accepted > 50
+
+
+def test_guesses_change_no_logprobs():
+    ids = goldens(VARIANT)[0].ids
+    params = SamplingParams(
+        **{"max_tokens": 20, "frequency_penalty": 0.7, "temperature": 0.9, "seed": 3},
+        **{"logprobs": True, "top_logprobs": 2, "logprobs_mode": "processed"},
+    )
+
+    def answer(speculation):
+        with engine_of(VARIANT, speculation=speculation) as engine:
+            return engine.submit(ids, params).result()
+
+    plain = answer(None)
+    guessed = answer(Guesses(1, [(*ids, *plain.token_ids)], 384))
+    assert guessed.token_ids == plain.token_ids
+    np.testing.assert_allclose(guessed.logprobs, plain.logprobs, atol=1e-3)
 
 
 def greedy_by_definition(ids, params, count):
@@ -147,6 +179,47 @@ def test_logprobs_are_the_models_own_and_the_likeliest_beside_them(pipeline):
         expected = np.sort(row)[::-1][:5]
         assert [value for _, value in top] == pytest.approx(expected, abs=1e-3)
         assert all(row[id] == pytest.approx(value, abs=1e-3) for id, value in top)
+
+
+def test_processed_logprobs_need_no_filters_and_no_likeliest():
+    """Also where best_of asks for them."""
+    params = SamplingParams(
+        **{"max_tokens": 5, "temperature": 0.8, "seed": 1, "best_of": 3},
+        logprobs_mode="processed",
+    )
+    ids = goldens(VARIANT)[0].ids
+    with engine_of(VARIANT) as engine:
+        (best,) = engine.submit_choices(ids, params).results()
+        single = replace(params, best_of=None, logprobs=True)
+        result = engine.submit(ids, single).result()
+    assert best.error is None
+    assert len(result.logprobs) == 5
+    assert max(result.logprobs) <= 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda _, logits: logits[:, :-1], r"logits_processors\[1\] returned"),
+        (lambda _, logits: logits.astype(mx.int32), r"logits_processors\[1\] returned"),
+        (lambda _, logits: logits * mx.nan, "largest logit nan"),
+        (lambda _, logits: logits + mx.inf, "largest logit inf"),
+        (lambda _, logits: logits - mx.inf, "no token is allowed"),
+        (lambda *_: 1 / 0, "division by zero"),
+    ],
+)
+@PIPELINE
+def test_a_logits_processor_that_fails_ends_its_own_request_only(
+    spoil, message, pipeline
+):
+    golden = goldens(VARIANT)[1]
+    with engine_of(VARIANT, pipeline=pipeline) as engine:
+        params = SamplingParams(logits_processors=(lambda _, x: x, spoil))
+        bad = engine.submit(golden.ids, params)
+        good = engine.submit(golden.ids, SamplingParams(max_tokens=8))
+        finish(engine)
+        assert re.search(message, str(bad.result().error))
+        assert good.result().token_ids == golden.greedy[:8]
 
 
 def test_processed_logprobs_are_those_of_what_the_token_was_drawn_from():

@@ -18,11 +18,11 @@ import mlx.core as mx
 from .beam_hypotheses import BeamSequence, EarlyStopping, Hypotheses
 from .cache import Append, KvCache, PagePool, PageTable
 from .cache.batching import batching_cache
-from .chooser import LogitsProcessor, check_logits
 from .errors import ParameterError, PromptError, TinyLLMError, whole_number
 from .generation import checked_ids, checked_processors, checked_prompt
 from .models import Decoder
 from .progress import Progress
+from .sampling import LogitsProcessor, check_logits
 from .sampling.candidates import largest, log_total
 
 # Small pages, since a page is what is copied when a beam is forked.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .errors import ParameterError
-from .sampling import Sampler, checked_choice
-
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+from .sampling import LogitsProcessor, Sampler, check_logits, checked_choice
 
 
 class Chooser:
@@ -69,18 +66,3 @@ class Chooser:
         logits = logits.astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return checked_choice(self.sampler(logprobs), rows=1)
-
-
-def check_logits(logits: object, number: int, shape: tuple[int, ...]) -> None:
-    """Raise ParameterError for what are no logits of that shape."""
-    if (
-        not isinstance(logits, mx.array)
-        or logits.shape != shape
-        or not mx.issubdtype(logits.dtype, mx.floating)
-    ):
-        is_array = isinstance(logits, mx.array)
-        found = f"{logits.dtype} {logits.shape}" if is_array else f"{logits!r:.60}"  # type: ignore[attr-defined]
-        raise ParameterError(
-            f"logits_processors[{number}] returned {found}; logits {shape}, as it got "
-            f"them, are needed"
-        )

@@ -12,12 +12,12 @@ from typing import Any
 import mlx.core as mx
 
 from .cache import KvCache
-from .chooser import Chooser, LogitsProcessor
+from .chooser import Chooser
 from .decoding import Run
 from .errors import ParameterError, PromptError, whole_number
 from .models import Decoder
 from .progress import Progress
-from .sampling import Sampler
+from .sampling import LogitsProcessor, Sampler
 from .speculation import Drafting, Speculation
 
 # Room made at once for new tokens; beyond, the cache grows in steps.

@@ -9,13 +9,12 @@ from typing import Any, SupportsIndex
 
 from .answer_text import AnswerText, Part
 from .cache import KvCache
-from .chooser import LogitsProcessor
 from .errors import OutOfPagesError, ParameterError, PromptError
 from .generation import stream_generate
 from .models import Decoder
 from .progress import Progress
 from .result import Result
-from .sampling import Sampler
+from .sampling import LogitsProcessor, Sampler
 from .speculation import Speculation
 from .stop_strings import checked_stops
 from .tokenizer import Tokenizer

@@ -159,11 +159,11 @@ class Core:
     def _matters(self, segment: Segment) -> bool:
         """Whether its tokens must be read before the next step is planned."""
         request, drafting = segment.request, segment.request.drafting
-        if not segment.samples:
+        if not segment.samples or request.done:
             return False
         if segment.drafts or request.rules.waits:
             return True
-        beside = len(self.scheduler.running) - 1
+        beside = max(len(self.scheduler.running) - 1, 0)
         return drafting is not None and bool(drafting.ready(drafting.most, beside))
 
     def _speculate(self, request: Request, speculation: Speculation) -> None:

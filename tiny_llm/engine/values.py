@@ -36,7 +36,7 @@ class Values(NamedTuple):
             return RequestError(
                 f"the sampler chose an id that is not in the vocabulary of {vocabulary}"
             )
-        if self.scores and not self.scores[place] > -math.inf:
+        if self.scores and self.scores[place] == -math.inf:
             return RequestError(
                 "no token is allowed: bad_words, min_tokens, the grammar or a logits "
                 "processor forbid all that are left"

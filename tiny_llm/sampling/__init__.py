@@ -7,12 +7,13 @@ grammars), temperature, top-n-sigma, top-k, top-p, min-p, typical-p, XTC.
 
 from .params import SamplingParams
 from .processors import LogitsProcessor, make_logits_processors
-from .sampler import Sampler, checked_choice, greedy, make_sampler
+from .sampler import Sampler, check_logits, checked_choice, greedy, make_sampler
 
 __all__ = [
     "LogitsProcessor",
     "Sampler",
     "SamplingParams",
+    "check_logits",
     "checked_choice",
     "greedy",
     "make_logits_processors",

@@ -21,8 +21,8 @@ class TokenCounts:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The distinct ids among the last `window` tokens, and how often each comes.
 
-        int32 [U] each, to be read before the next call. The tokens counted at the last
-        call are the first ones of these, or there are fewer now.
+        int32 [U] each. The tokens counted at the last call are the first ones of
+        these, or there are fewer now.
         """
         if window is not None and window < len(tokens):
             return _counted(tokens[len(tokens) - window :])
@@ -36,7 +36,8 @@ class TokenCounts:
             self._ids[place] = token
             self._counts[place] += 1
         self._length = len(tokens)
-        return self._ids[: len(self._place)], self._counts[: len(self._place)]
+        known = len(self._place)
+        return self._ids[:known].copy(), self._counts[:known].copy()
 
 
 def with_more(

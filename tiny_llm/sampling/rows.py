@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ..token_masks import apply_masks
 from .adjust import add, penalise
 from .candidates import largest, log_total, row_tops
 from .rules import Rules
-from .sampler import checked_choice
+from .sampler import check_logits, checked_choice
 from .select import Selected, in_order, select
 
 
@@ -152,15 +153,12 @@ def _processed(
     own = logits[i : i + 1]
     try:
         tokens = mx.array(list(row.tokens), dtype=mx.int32)
-        for processor in row.rules.params.logits_processors:
+        for number, processor in enumerate(row.rules.params.logits_processors):
             own = processor(tokens, own)
-            if not isinstance(own, mx.array) or own.shape != (1, logits.shape[1]):
-                found = own.shape if isinstance(own, mx.array) else type(own).__name__
-                raise ParameterError(
-                    f"a logits processor returned {found}; an array of logits "
-                    f"{(1, logits.shape[1])} is needed"
-                )
-        mx.eval(own)
+            check_logits(own, number, (1, logits.shape[1]))
+        top = mx.max(own).item()
+        if top != top or top == math.inf:
+            raise ParameterError(f"logits_processors made the largest logit {top}")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit() too

@@ -114,3 +114,18 @@ def checked_choice(ids: object, rows: int) -> mx.array:
             f"input [{rows}, V] is needed"
         )
     return ids
+
+
+def check_logits(logits: object, number: int, shape: tuple[int, ...]) -> None:
+    """Raise ParameterError for what are no logits of that shape."""
+    if (
+        not isinstance(logits, mx.array)
+        or logits.shape != shape
+        or not mx.issubdtype(logits.dtype, mx.floating)
+    ):
+        is_array = isinstance(logits, mx.array)
+        found = f"{logits.dtype} {logits.shape}" if is_array else f"{logits!r:.60}"  # type: ignore[attr-defined]
+        raise ParameterError(
+            f"logits_processors[{number}] returned {found}; logits {shape}, as it got "
+            f"them, are needed"
+        )

@@ -94,8 +94,8 @@ def _plain(
         return Selected(tokens)
     total = mx.log(row_sums(weights))
     own = mx.take_along_axis(scores, tokens[:, None], axis=1) - total
-    ids, best = largest(scores, min(top, scores.shape[1]))
-    return Selected(tokens, own[:, 0], ids, best - total)
+    ids, best = largest(scores, min(max(top, 1), scores.shape[1]))
+    return Selected(tokens, own[:, 0], ids[:, :top], (best - total)[:, :top])
 
 
 def _few(
