@@ -2,10 +2,11 @@
 
     pip install -e . && python benchmarks/sampling.py
 
-For each way an engine decodes 32 requests of SmolLM2 (float32) whose prompts have 100
-tokens. The engines take 8 steps each in turn, in this one process; greedy is the one
-that they are compared with. "sampling" is the time in sample_rows and what it computes,
-with the logits there already, as a share of that way's whole step.
+For each way an engine decodes 32 requests of SmolLM2 (float32) whose prompts are 100
+tokens each of this repository's README. The engines take 8 steps each in turn, in this
+one process; greedy is the one that they are compared with. "sampling" is the time in
+sample_rows and what it computes, with the logits there already, as a share of that
+way's whole step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +31,7 @@ from tiny_llm import Engine, SamplingParams
 from tiny_llm.engine import runner
 
 BLOCK = 8
+README = Path(__file__).parent.parent / "README.md"
 FILTERS: dict[str, Any] = {
     **{"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.01},
     **{"typical_p": 0.95, "top_n_sigma": 3.0, "xtc_probability": 0.5},
@@ -51,19 +54,19 @@ WAYS: dict[str, dict[str, Any]] = {
 class Way:
     """An engine whose requests choose in one way."""
 
-    def __init__(self, model: Any, name: str, batch: int, tokens: int) -> None:
-        self.name = name
+    def __init__(
+        self, model: Any, name: str, prompts: list[list[int]], tokens: int
+    ) -> None:
+        self.name, batch = name, len(prompts)
         self.engine = Engine(model, max_batch=batch, kv_memory=1 << 30)
         self.steps: list[float] = []
         self.sampling: list[float] = []
-        draw = mx.random.key(0)
-        for i in range(batch):
-            ids = mx.random.randint(0, 49152, (100,), key=mx.random.split(draw, 64)[i])
+        for i, ids in enumerate(prompts):
             seed = {"seed": i} if "temperature" in WAYS[name] else {}
             params = SamplingParams(
                 max_tokens=tokens, ignore_eos=True, **seed, **WAYS[name]
             )
-            self.engine.submit(ids.tolist(), params)  # type: ignore[arg-type]
+            self.engine.submit(ids, params)
         while self.engine.stats.running < batch or not self._decoding():
             self.engine.step()
         self.engine.step()
@@ -111,12 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one round")
     args = parser.parse_args(arguments)
     rounds = 1 if args.quick else args.rounds
-    model = tiny_llm.load_model(args.model)
+    model, tokenizer = tiny_llm.load(args.model)
+    text = tokenizer.encode(README.read_text(encoding="utf-8"))
+    prompts = [text[i * 100 : (i + 1) * 100] for i in range(args.batch)]
     tokens = (2 * rounds + 2) * BLOCK + 8
     with ExitStack() as stack:
         ways = []
         for name in WAYS:
-            ways.append(Way(model, name, args.batch, tokens))
+            ways.append(Way(model, name, prompts, tokens))
             stack.callback(ways[-1].engine.close)
         for _ in range(rounds):
             for way in ways:

@@ -367,3 +367,26 @@ def test_every_benchmark_puts_the_blas_under_mlx_first():
         ]
         if "__main__" in path.read_text(encoding="utf-8"):
             assert names.index("tiny_llm") < names.index("mlx"), path.name
+
+
+WITH_TOKENIZER = ROOT / "tests" / "data" / "llama_llama3rope_bias"
+
+
+def test_sampling_is_timed_in_every_way(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FOLDER)
+    sampling = importlib.import_module("sampling")
+    options = ["--quick", "--batch", "3", "--model", str(WITH_TOKENIZER)]
+    assert sampling.main(options) == 0
+    shown = capsys.readouterr()
+    records = [json.loads(line) for line in shown.err.splitlines() if line[:1] == "{"]
+    assert [record["way"] for record in records] == list(sampling.WAYS)
+    for record in records:
+        assert 0 < record["sampling"] < 10
+        assert f"{record['sampling'] / record['step']:.1%}" in shown.out
+
+
+def test_beams_are_timed_beside_streams(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FOLDER)
+    beam = importlib.import_module("beam")
+    assert beam.main(["--quick", "--model", str(WITH_TOKENIZER)]) == 0
+    assert "beams / streams" in capsys.readouterr().out
