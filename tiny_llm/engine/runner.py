@@ -194,7 +194,7 @@ def _sampled_rows(segment: Segment) -> Iterator[Row]:
         tokens = request.tokens(0, first)
         tokens += [0] * (first - len(tokens))  # (not read yet)
     for n in range(segment.sampled):
-        context = tokens + drafts[:n] if tokens else tokens
+        context = [*tokens, *drafts[:n]] if tokens else tokens
         answer = context[len(request.prompt) :]
         yield Row(rules, segment.place + n, context, n, *rules.mask(answer))
 

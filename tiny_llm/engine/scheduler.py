@@ -64,7 +64,7 @@ class Segment(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]  # hides tuple's own, which nobody needs
     samples: bool
-    drafts: list[int] = []  # noqa: RUF012
+    drafts: tuple[int, ...] = ()
 
     @property
     def sampled(self) -> int:
@@ -121,7 +121,7 @@ class _Plan:
         count = segment.count + len(drafts)
         self.rows += len(drafts)
         self.keys -= segment.keys
-        self.segments[at] = segment._replace(count=count, drafts=drafts)
+        self.segments[at] = segment._replace(count=count, drafts=tuple(drafts))
         self.keys += self.segments[at].keys
 
     def drop(self, request: Request) -> None:
