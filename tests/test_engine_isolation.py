@@ -1,6 +1,14 @@
-"""Whatever goes wrong with one request, the others never notice."""
+"""Whatever goes wrong with one request, the others never notice.
 
+What fails only when it is computed ("lazily") runs in processes of its own, a few tests
+each: about every tenth such failure, MLX's CPU backend goes on to count an operation as
+running, and with more than ten of these it waits for ever.
+"""
+
+import os
 import re
+import subprocess
+import sys
 from functools import cache
 from itertools import count
 
@@ -98,7 +106,32 @@ def poisoned(poison, how):
     return Wrapped(model(VARIANT), call)
 
 
-HOW = pytest.mark.parametrize("how", ["before", "after", "lazily"])
+LATE = "TINY_LLM_TEST_LATE_FAILURES"
+HOW = pytest.mark.parametrize(
+    "how", ["lazily"] if LATE in os.environ else ["before", "after"]
+)
+LATE_TESTS = (
+    "test_a_model_that_fails_for_one_prompt_fails_that_request_alone",
+    "test_a_model_that_fails_while_one_request_decodes_fails_that_one_alone",
+    "test_who_runs_when_another_ones_last_step_fails_is_not_taken_for_it",
+    "test_a_bad_sampler_ends_its_request_at_that_token_and_no_other",
+    "test_a_seed_gives_the_same_text_beside_one_whose_step_fails_lazily",
+)
+
+
+@pytest.mark.skipif(LATE in os.environ, reason="this is such a process")
+@pytest.mark.parametrize("name", LATE_TESTS)
+def test_what_fails_lazily_is_told_alike(name):
+    command = [sys.executable, "-m", "pytest", __file__, "-k", f"lazily and ({name})"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-rA"],
+        env={**os.environ, LATE: "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("PASSED") >= 2
 
 
 @PIPELINE
@@ -108,7 +141,7 @@ def test_a_model_that_fails_for_one_prompt_fails_that_request_alone(
     pipeline, how, place
 ):
     if how == "lazily" and place < 69:
-        return  # only the last rows' logits are computed
+        pytest.skip("only the last rows' logits are computed")
     (ids,) = prompts(VARIANT, [70], 1)
     ids[place] = unseen()
     with engine_of(
@@ -304,7 +337,9 @@ BAD_CHOICES = {
 
 
 @PIPELINE
-@pytest.mark.parametrize("name", BAD_CHOICES)
+@pytest.mark.parametrize(
+    "name", [name for name in BAD_CHOICES if (name == "lazily") == (LATE in os.environ)]
+)
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_bad_sampler_ends_its_request_at_that_token_and_no_other(pipeline, name, at):
     bad, words = BAD_CHOICES[name]
@@ -424,16 +459,20 @@ def test_a_seed_gives_the_same_text_after_a_preemption(pipeline, pages):
             assert handle.result().token_ids == seeded(ids, i, 40, **HOT)
 
 
-@PIPELINE
-@pytest.mark.parametrize("at", [2, 5, 9])
-def test_a_seed_gives_the_same_text_beside_one_whose_step_fails_lazily(pipeline, at):
-    (ids,) = prompts(VARIANT, [20], 1)
-    bad, _ = BAD_CHOICES["lazily"]
-    with engine_of(VARIANT, pipeline=pipeline) as engine:
-        handle = engine.submit(ids, sampling(seed=5, **HOT))
-        engine.submit(ids[:7], sampling(sampler=failing_sampler(bad, at)))
-        finish(engine)
-        assert handle.result().token_ids == seeded(ids, 5, **HOT)
+if LATE in os.environ:
+
+    @PIPELINE
+    @pytest.mark.parametrize("at", [2, 5, 9])
+    def test_a_seed_gives_the_same_text_beside_one_whose_step_fails_lazily(
+        pipeline, at
+    ):
+        (ids,) = prompts(VARIANT, [20], 1)
+        bad, _ = BAD_CHOICES["lazily"]
+        with engine_of(VARIANT, pipeline=pipeline) as engine:
+            handle = engine.submit(ids, sampling(seed=5, **HOT))
+            engine.submit(ids[:7], sampling(sampler=failing_sampler(bad, at)))
+            finish(engine)
+            assert handle.result().token_ids == seeded(ids, 5, **HOT)
 
 
 def test_requests_without_a_seed_differ():
